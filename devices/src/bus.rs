@@ -1,0 +1,1 @@
+//! Port and memory-mapped I/O dispatch.

@@ -1,0 +1,4 @@
+//! (in work) Split virtqueues.
+
+/// (in work)
+pub struct Queue;

@@ -1,0 +1,6 @@
+//! (in work)
+
+/// (in work)
+pub struct QueueSignal;
+/// (in work)
+pub struct DeviceSignal;

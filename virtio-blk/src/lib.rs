@@ -1,0 +1,1 @@
+//! The virtio block device.

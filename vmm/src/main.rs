@@ -1,0 +1,2 @@
+//! The program `pollux`.
+fn main() {}
