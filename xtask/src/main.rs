@@ -1,2 +1,32 @@
-//! Developer commands.
-fn main() {}
+//! `cargo xtask COMMAND`: what a developer of Pollux does with one command.
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+mod guest;
+mod util;
+
+/// Pollux's developer commands.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Make the stock guests in target/guest/ from Debian packages.
+    Guest(guest::Args),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Guest(args) => guest::run(&args),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("xtask: {error}");
+        ExitCode::FAILURE
+    })
+}
