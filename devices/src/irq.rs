@@ -18,7 +18,9 @@ pub struct MsiMessage {
 /// numbered from 0 within the function.
 pub trait MsiSink: Send + Sync {
     /// Delivers `vector` with the message of its last [`unmask`](Self::unmask). The hot path: takes
-    /// no lock and never blocks. A vector that was never unmasked is dropped.
+    /// no lock and never blocks. A vector that was never unmasked is dropped. One that is being
+    /// masked at this moment is either delivered or kept for the next unmask (as an eventfd keeps
+    /// it), never dropped.
     fn trigger(&self, vector: u16);
 
     /// Makes `vector` deliverable with `message`: first the route, then the irqfd, so that nothing
