@@ -1,4 +1,0 @@
-//! (in work) Split virtqueues.
-
-/// (in work)
-pub struct Queue;
