@@ -176,7 +176,7 @@ impl Msix {
             }
             _ => return,
         };
-        if offset % data.len() as u64 != 0 || offset >= self.table_bytes() {
+        if !offset.is_multiple_of(data.len() as u64) || offset >= self.table_bytes() {
             return;
         }
         let index = (offset / ENTRY_BYTES) as u16;
