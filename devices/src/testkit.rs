@@ -1,1 +1,0 @@
-//! A driver in software.

@@ -1,0 +1,34 @@
+//! A driver in software. It plays guest in tests: builds rings and chains in guest memory, drives a
+//! virtio PCI device through its configuration space and BARs, and receives its interrupts. No KVM.
+//!
+//! * [`memory`], [`Arena`]: guest RAM, and buffers in it with canaries around them.
+//! * [`Driver`]: the driver's side of one split queue, well behaved or (with the raw accessors) not.
+//! * [`PciDriver`]: the driver's side of the virtio PCI transport.
+//! * [`RecordingSink`], [`Notifier`]: what the machine does with interrupts and notifications.
+//! * [`Signals`]: what a device is activated with, without a transport.
+//!
+//! Everything here panics when what it expects does not happen: a panic is a failed test.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "test support: a panic is the failed test, and nothing here runs in the program"
+)]
+
+mod arena;
+mod driver;
+mod machine;
+mod pci;
+
+use std::time::Duration;
+
+pub use arena::{Arena, memory, memory_with_hole, read, write};
+pub use driver::{Buf, Driver, RawDescriptor, Used, reframe};
+pub use machine::{Notifier, RecordingSink, Signals, SinkEvent};
+pub use pci::{Location, PciDriver, common};
+
+/// How long the waits of this module last before they panic: far longer than anything takes, so
+/// that a slow machine fails no test.
+pub const TIMEOUT: Duration = Duration::from_secs(30);
