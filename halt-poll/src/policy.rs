@@ -347,7 +347,39 @@ mod tests {
         }
     }
 
+    /// The window after `update`, by KVM's conditions one by one, including those that
+    /// [`Policy::update`] leaves out because they follow from the others.
+    fn by_kvms_conditions(window_ns: u32, params: Params, outcome: &Outcome) -> u32 {
+        let (window, max) = (u64::from(window_ns), u64::from(params.max_ns));
+        let halt_ns = outcome.halt_ns();
+        let grown_ns = (window * u64::from(params.grow) % (1 << 32)) as u32;
+        let shrunk_ns = window_ns.checked_div(params.shrink).unwrap_or(0);
+        let shrunk_ns = if shrunk_ns < params.grow_start_ns { 0 } else { shrunk_ns };
+        match (outcome.valid, max) {
+            (false, _) => shrunk_ns,
+            (true, 0) => 0,
+            _ if halt_ns <= window => window_ns,
+            _ if window > 0 && halt_ns > max => shrunk_ns,
+            _ if window < max && halt_ns < max && params.grow > 0 => {
+                grown_ns.max(params.grow_start_ns)
+            }
+            _ => window_ns,
+        }
+    }
+
     proptest! {
+        #[test]
+        fn an_update_meets_kvms_conditions_one_by_one(
+            window_ns in prop_oneof![Just(0), 0..1_000_000u32, any::<u32>()],
+            params in any_params(),
+            outcome in any_halt(),
+        ) {
+            let mut policy = policy(window_ns, params);
+            policy.update(&outcome);
+            let expected_ns = by_kvms_conditions(window_ns, params, &outcome);
+            prop_assert_eq!(policy.uncut_window_ns(), u64::from(expected_ns));
+        }
+
         #[test]
         fn no_halt_ever_polls_longer_than_the_maximum(
             halts in prop::collection::vec((any_params(), any_halt()), 1..50),
