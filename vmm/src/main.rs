@@ -1,2 +1,6 @@
 //! The program `pollux`.
+
+mod cli;
+mod config;
+
 fn main() {}

@@ -1,0 +1,272 @@
+//! The command line: what may be said. What is *meant* by it, and every rule, is in
+//! [`config`](crate::config).
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::error::ErrorKind;
+use clap::{Args, Parser, Subcommand};
+
+use crate::config::one_line;
+
+/// Pollux: a virtual machine monitor for KVM that measures what waiting costs.
+#[derive(Debug, Parser)]
+#[command(name = "pollux", version, about, max_term_width = 100)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Boot a Linux guest, and run it until it ends.
+    ///
+    /// Exit status: 0 the guest powered off or rebooted (or SIGINT or SIGTERM stopped it), 1 the
+    /// host failed, 2 bad arguments, 3 the guest panicked, 4 triple fault, 5 KVM cannot emulate an
+    /// instruction of the guest.
+    ///
+    /// Sizes are bytes, or a number with K, M or G. Times are nanoseconds, or a number with ns, us,
+    /// ms or s.
+    Run(Box<RunArgs>),
+    /// Say what this host's KVM can do, and whether it can run a stock kernel at all.
+    ///
+    /// Exit status: 0 stock guests can run here, 1 they cannot.
+    Doctor(DoctorArgs),
+}
+
+/// Options of `pollux run`, as they were typed.
+#[derive(Args, Clone, Debug)]
+pub struct RunArgs {
+    /// The guest's kernel: a bzImage, or an ELF vmlinux.
+    #[arg(long, value_name = "PATH")]
+    pub kernel: PathBuf,
+
+    /// The guest's initial RAM disk.
+    #[arg(long, value_name = "PATH")]
+    pub initrd: Option<PathBuf>,
+
+    /// Added to the kernel command line, after "console=ttyS0 reboot=k panic=-1".
+    #[arg(long, value_name = "STR", allow_hyphen_values = true)]
+    pub cmdline: Option<String>,
+
+    /// How the kernel is entered: auto, linux64 or pvh.
+    ///
+    /// linux64 is the 64-bit entry of the Linux/x86 boot protocol; pvh is the entry that an ELF
+    /// image names in its Xen note; auto is linux64.
+    #[arg(long, value_name = "PROTOCOL", default_value = "auto")]
+    pub boot: String,
+
+    /// Number of vCPUs.
+    #[arg(long, value_name = "N", default_value = "1")]
+    pub cpus: String,
+
+    /// The guest's memory: at least 64M, a multiple of 4K.
+    #[arg(long, value_name = "SIZE", default_value = "512M")]
+    pub memory: String,
+
+    /// A virtio-blk disk, /dev/vda being the first. May be given more than once.
+    ///
+    /// SPEC is path=PATH, and any of these, separated by commas (a comma in a value is written
+    /// twice): readonly=on|off (default off), queues=N (default 1), queue-size=N (a power of two,
+    /// default 256), engine=uring|sync|null (default uring; null completes every request at once and
+    /// moves no data), direct=on|off (O_DIRECT, default off), cache=writeback|writethrough (default
+    /// writeback), discard=on|off (default on), serial=STR (at most 20 bytes of ASCII),
+    /// event-idx=on|off (VIRTIO_F_EVENT_IDX, default on).
+    #[arg(long = "disk", value_name = "SPEC")]
+    pub disks: Vec<String>,
+
+    /// Where a halted vCPU waits: kernel (KVM polls, then blocks).
+    #[arg(long, value_name = "MODE", default_value = "kernel")]
+    pub halt: String,
+
+    /// The longest time that KVM polls for a halted vCPU of this VM before it blocks.
+    ///
+    /// Sets the VM's maximum window with KVM_CAP_HALT_POLL; without this option the module
+    /// parameter halt_poll_ns of kvm holds. 0: no polling.
+    #[arg(long, value_name = "TIME")]
+    pub halt_poll_ns: Option<String>,
+
+    /// How the guest idles: default, haltpoll, halt or poll.
+    ///
+    /// haltpoll adds cpuidle_haltpoll.force=1 to the kernel command line, halt adds idle=halt, poll
+    /// adds idle=poll; default adds nothing.
+    #[arg(long, value_name = "IDLE", default_value = "default")]
+    pub guest_idle: String,
+
+    /// Guest's haltpoll: the longest time it polls before HLT (the kernel's default is 200us).
+    #[arg(long, value_name = "TIME")]
+    pub guest_halt_poll_ns: Option<String>,
+
+    /// Guest's haltpoll: what the window is multiplied by when it grows (the kernel's default: 2).
+    #[arg(long, value_name = "N")]
+    pub guest_halt_poll_grow: Option<String>,
+
+    /// Guest's haltpoll: the window it grows to from 0 (the kernel's default is 50us).
+    #[arg(long, value_name = "TIME")]
+    pub guest_halt_poll_grow_start: Option<String>,
+
+    /// Guest's haltpoll: what the window is divided by when it shrinks; 0 makes it 0 (the kernel's
+    /// default: 2).
+    #[arg(long, value_name = "N")]
+    pub guest_halt_poll_shrink: Option<String>,
+
+    /// Guest's haltpoll: whether the window may shrink, on or off (the kernel's default: on).
+    #[arg(long, value_name = "on|off")]
+    pub guest_halt_poll_allow_shrink: Option<String>,
+
+    /// Tell the guest that its vCPUs have host CPUs of their own (KVM_HINTS_REALTIME).
+    ///
+    /// The guest's haltpoll driver then loads by itself.
+    #[arg(long)]
+    pub dedicated: bool,
+
+    /// The longest time that a disk queue's worker polls for requests before it sleeps.
+    ///
+    /// The window adapts as KVM's does. 0: no polling.
+    #[arg(long, value_name = "TIME", default_value = "0")]
+    pub io_poll_ns: String,
+
+    /// Pin threads to host CPUs: vcpuN=CPU, and ioN=CPU for the worker of the Nth disk queue,
+    /// counted from 0 over all disks.
+    #[arg(long, value_name = "vcpu0=CPU,io0=CPU,...")]
+    pub pin: Option<String>,
+
+    /// Where the first serial port (ttyS0) goes: stdio, file=PATH or off.
+    #[arg(long, value_name = "CONSOLE", default_value = "stdio")]
+    pub console: String,
+
+    /// Give the guest a second serial port (ttyS1), and write what it sends there to PATH.
+    #[arg(long, value_name = "PATH")]
+    pub results: Option<PathBuf>,
+
+    /// What a reboot of the guest does: exit or restart.
+    #[arg(long, value_name = "ACTION", default_value = "exit")]
+    pub on_reboot: String,
+
+    /// When the guest has ended, write the statistics of both sides to PATH, as JSON (-: stdout).
+    #[arg(long, value_name = "PATH|-")]
+    pub stats: Option<PathBuf>,
+
+    /// The KVM device.
+    #[arg(long, value_name = "PATH", default_value = "/dev/kvm")]
+    pub kvm: PathBuf,
+}
+
+/// Options of `pollux doctor`.
+#[derive(Args, Clone, Debug)]
+pub struct DoctorArgs {
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+
+    /// The KVM device.
+    #[arg(long, value_name = "PATH", default_value = "/dev/kvm")]
+    pub kvm: PathBuf,
+}
+
+/// Why there is no [`Cli`].
+#[derive(Debug)]
+pub enum Refusal {
+    /// Help or the version was asked for: text for stdout, exit status 0.
+    Text(String),
+    /// Bad arguments: one line for stderr, without its end, exit status 2.
+    Usage(String),
+}
+
+/// Parses the command line; the first of `args` is the program's name.
+///
+/// # Errors
+/// What to print instead, and where.
+pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Cli, Refusal> {
+    Cli::try_parse_from(args).map_err(|error| match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
+            Refusal::Text(error.render().to_string())
+        }
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand => {
+            Refusal::Usage("no command: run or doctor (see pollux --help)".to_owned())
+        }
+        _ => Refusal::Usage(usage_line(&error.render().to_string())),
+    })
+}
+
+/// Makes one line of clap's message: its first paragraph, and the advice if there is any.
+fn usage_line(message: &str) -> String {
+    let mut line = String::new();
+    for paragraph in message.split("\n\n") {
+        let text = paragraph.split_whitespace().collect::<Vec<_>>().join(" ");
+        if let Some(problem) = text.strip_prefix("error: ") {
+            line.push_str(problem);
+        } else if let Some(tip) = text.strip_prefix("tip: ") {
+            line.push_str(&format!(" ({tip})"));
+        }
+    }
+    one_line(&line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse_words(words: &str) -> Result<Cli, Refusal> {
+        parse(words.split(' ').map(OsString::from))
+    }
+
+    fn usage(words: &str) -> String {
+        match parse_words(words) {
+            Err(Refusal::Usage(line)) => line,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn clap_finds_no_fault_with_the_definitions() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_usage_error_is_one_line_that_names_the_option() {
+        let cases = [
+            ("pollux", "no command"),
+            ("pollux frob", "'frob'"),
+            ("pollux run", "--kernel"),
+            ("pollux run --kernel", "--kernel"),
+            ("pollux run --kernel k --frob", "'--frob'"),
+            ("pollux run --kernel k --memry 1G", "--memory"),
+            ("pollux run --kernel k --memory 1G --memory 2G", "--memory"),
+            ("pollux run --kernel k --memory -5", "'-5'"),
+            ("pollux run --kernel k --dedicated=yes", "--dedicated"),
+            ("pollux run --kernel k --halt-poll-ns-grow 2", "--halt-poll-ns-grow"),
+            ("pollux run --kernel k\nj --frob\n", "--frob"),
+            ("pollux doctor --frob", "'--frob'"),
+        ];
+        for (words, expected) in cases {
+            let line = usage(words);
+            assert!(line.contains(expected), "{words}: {line}");
+            assert!(!line.contains('\n') && !line.contains("error:"), "{words}: {line}");
+        }
+    }
+
+    #[test]
+    fn help_and_version_are_no_errors() {
+        for words in ["pollux --help", "pollux run --help", "pollux -V", "pollux doctor -h"] {
+            assert!(matches!(parse_words(words), Err(Refusal::Text(_))), "{words}");
+        }
+    }
+
+    #[test]
+    fn a_command_line_may_begin_with_dashes() {
+        let args = ["pollux", "run", "--kernel", "k", "--cmdline", "-- sh"].map(OsString::from);
+        let Command::Run(run) = parse(args).unwrap().command else { panic!() };
+        assert_eq!(run.cmdline.as_deref(), Some("-- sh"));
+    }
+
+    #[test]
+    fn disks_keep_their_order() {
+        let cli = parse_words("pollux run --kernel k --disk path=b --disk path=a").unwrap();
+        let Command::Run(run) = cli.command else { panic!() };
+        assert_eq!(run.disks, ["path=b", "path=a"]);
+    }
+}
