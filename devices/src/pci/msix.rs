@@ -242,6 +242,11 @@ impl Msix {
             }
             self.refresh(table, vector);
         }
+        self.clear_pending();
+    }
+
+    /// Forgets what is pending: the device was reset, the function was not.
+    pub fn clear_pending(&self) {
         for state in &self.vectors {
             state.pending.store(false, Ordering::SeqCst);
         }

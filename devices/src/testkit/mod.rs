@@ -27,7 +27,9 @@ use std::time::Duration;
 pub use arena::{Arena, memory, memory_with_hole, read, write};
 pub use driver::{Buf, Driver, RawDescriptor, Used, reframe};
 pub use machine::{Notifier, RecordingSink, Signals, SinkEvent};
-pub use pci::{Location, PciDriver, common};
+pub use pci::{Location, PciDriver};
+
+pub use crate::virtio::common_cfg::offset as common;
 
 /// How long the waits of this module last before they panic: far longer than anything takes, so
 /// that a slow machine fails no test.

@@ -5,30 +5,8 @@ use std::sync::Arc;
 use super::{Driver, Notifier};
 use crate::GuestMemory;
 use crate::pci::PciDevice;
+use crate::virtio::common_cfg::offset as common;
 use crate::virtio::queue::QueueConfig;
-
-/// Offsets into the common configuration structure (4.1.4.3).
-pub mod common {
-    #![allow(missing_docs, reason = "the names are the specification's")]
-    pub const DEVICE_FEATURE_SELECT: u64 = 0x00;
-    pub const DEVICE_FEATURE: u64 = 0x04;
-    pub const DRIVER_FEATURE_SELECT: u64 = 0x08;
-    pub const DRIVER_FEATURE: u64 = 0x0c;
-    pub const CONFIG_MSIX_VECTOR: u64 = 0x10;
-    pub const NUM_QUEUES: u64 = 0x12;
-    pub const DEVICE_STATUS: u64 = 0x14;
-    pub const CONFIG_GENERATION: u64 = 0x15;
-    pub const QUEUE_SELECT: u64 = 0x16;
-    pub const QUEUE_SIZE: u64 = 0x18;
-    pub const QUEUE_MSIX_VECTOR: u64 = 0x1a;
-    pub const QUEUE_ENABLE: u64 = 0x1c;
-    pub const QUEUE_NOTIFY_OFF: u64 = 0x1e;
-    pub const QUEUE_DESC: u64 = 0x20;
-    pub const QUEUE_DRIVER: u64 = 0x28;
-    pub const QUEUE_DEVICE: u64 = 0x30;
-    /// Length of the structure in bytes.
-    pub const BYTES: u64 = 0x38;
-}
 
 const COMMAND: u16 = 0x04;
 const CAPABILITIES: u16 = 0x34;
