@@ -161,3 +161,25 @@ pub fn apt_update() -> Result<()> {
     step("fetching package lists (apt-get update)");
     run(command("apt-get").args(["-qq", "update"]))
 }
+
+/// Makes an empty directory, in place of whatever was there.
+///
+/// # Errors
+/// The old one cannot be removed or the new one not made.
+pub fn recreate_dir(dir: &Path) -> Result<()> {
+    remove_dir(dir)?;
+    std::fs::create_dir_all(dir).context(dir.display())
+}
+
+/// Removes a directory and what is in it, if it is there.
+///
+/// # Errors
+/// Something in it cannot be removed.
+pub fn remove_dir(dir: &Path) -> Result<()> {
+    match std::fs::remove_dir_all(dir) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            bail!("cannot remove {}: {error}", dir.display())
+        }
+        _ => Ok(()),
+    }
+}
