@@ -1,6 +1,6 @@
 //! MSI-X against a sink that remembers what it was told.
 
-use std::sync::Barrier;
+use std::sync::Weak;
 use std::sync::atomic::AtomicU32;
 
 use proptest::prelude::*;
@@ -289,33 +289,105 @@ impl MsiSink for CountingSink {
     }
 }
 
+/// Signals its vector in the middle of each mask and unmask.
+#[derive(Default)]
+struct Interloper {
+    msix: Mutex<Weak<Msix>>,
+    delivered: AtomicU32,
+}
+
+impl Interloper {
+    fn signal(&self) -> io::Result<()> {
+        let msix = self.msix.lock().unwrap().upgrade();
+        msix.unwrap().signal(0);
+        Ok(())
+    }
+}
+
+impl MsiSink for Interloper {
+    fn trigger(&self, _vector: u16) {
+        self.delivered.fetch_add(1, Ordering::SeqCst);
+    }
+    fn unmask(&self, _vector: u16, _message: MsiMessage) -> io::Result<()> {
+        self.signal()
+    }
+    fn mask(&self, _vector: u16) -> io::Result<()> {
+        self.signal()
+    }
+}
+
+#[test]
+fn a_signal_in_the_middle_of_a_mask_or_unmask_waits_for_the_end_of_the_unmask() {
+    let sink = Arc::new(Interloper::default());
+    let msix = Arc::new(Msix::new(1, sink.clone()));
+    *sink.msix.lock().unwrap() = Arc::downgrade(&msix);
+    msix.set_control(true, false);
+    set_masked(&msix, 0, false);
+    assert_eq!(sink.delivered.load(Ordering::SeqCst), 1);
+    set_masked(&msix, 0, true);
+    assert_eq!(sink.delivered.load(Ordering::SeqCst), 1);
+    assert!(is_pending(&msix, 0));
+    set_masked(&msix, 0, false);
+    assert_eq!(sink.delivered.load(Ordering::SeqCst), 2, "both signals, one pending bit");
+    assert!(!is_pending(&msix, 0));
+}
+
+/// A meeting point of two threads that leaves both of them running, unlike a barrier that sleeps:
+/// what they do next overlaps within nanoseconds.
+#[derive(Default)]
+struct Meeting(AtomicU32);
+
+impl Meeting {
+    /// Waits until both have come for the `round`th time, from 1.
+    fn meet(&self, round: u32) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        let mut spins = 0_u32;
+        while self.0.load(Ordering::SeqCst) < 2 * round {
+            spins += 1;
+            if spins.is_multiple_of(100) {
+                // The other one may need this CPU.
+                std::thread::yield_now();
+            }
+            std::hint::spin_loop();
+        }
+    }
+}
+
 /// Lets `signal` race with `change` many times, from the state `prepare` makes, and checks after
-/// each race, the vector being unmasked then, that the signal was delivered exactly once.
+/// each race, the vector being unmasked then, that the signal was delivered exactly once. The two
+/// start a varying time apart.
 fn race(prepare: fn(&Msix), change: fn(&Msix)) {
-    const ROUNDS: u32 = 3000;
+    const ROUNDS: u32 = 20_000;
     let sink = Arc::new(CountingSink::default());
     let msix = Msix::new(1, sink.clone());
     msix.set_control(true, false);
-    let barrier = Barrier::new(2);
+    let mut wrong = Vec::new();
+    let (start, end) = (Meeting::default(), Meeting::default());
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            for _ in 0..ROUNDS {
-                barrier.wait();
+            for round in 1..=ROUNDS {
+                start.meet(round);
+                (0..round % 128).for_each(|_| std::hint::black_box(()));
                 msix.signal(0);
-                barrier.wait();
+                end.meet(round);
             }
         });
         for round in 1..=ROUNDS {
             prepare(&msix);
-            barrier.wait();
+            start.meet(round);
             change(&msix);
-            barrier.wait();
+            end.meet(round);
             msix.set_control(true, false);
             set_masked(&msix, 0, false);
-            assert_eq!(sink.0.load(Ordering::SeqCst), round);
-            assert!(!is_pending(&msix, 0));
+            // Asserted later: the other thread must not be left waiting.
+            let delivered = sink.0.swap(0, Ordering::SeqCst);
+            if delivered != 1 || is_pending(&msix, 0) {
+                wrong.push((round, delivered));
+            }
+            msix.clear_pending();
         }
     });
+    assert_eq!(wrong, [], "rounds and how often the signal was delivered in them");
 }
 
 #[test]
