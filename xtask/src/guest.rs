@@ -15,10 +15,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::util::{self, Context, Result, bail, step};
 
-mod cpio;
+pub mod cpio;
 mod image;
-mod kernel;
-mod packages;
+pub mod kernel;
+pub mod packages;
 
 use packages::{Lists, Versions};
 

@@ -117,11 +117,12 @@ fn check(name: &str, output: &Output) -> Result<()> {
 /// # Errors
 /// Something is missing and this is not root (the message says what to install), or apt fails.
 pub fn ensure_programs(wanted: &[(&str, &str)]) -> Result<()> {
-    let missing: Vec<&str> = wanted
+    let mut missing: Vec<&str> = wanted
         .iter()
         .filter(|(program, _)| find_program(program).is_none())
         .map(|&(_, package)| package)
         .collect();
+    missing.dedup();
     if missing.is_empty() {
         return Ok(());
     }

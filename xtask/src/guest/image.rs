@@ -94,16 +94,21 @@ fn give_to_root(tree: &Path, paths: &[PathBuf], image: &Path) -> Result<()> {
         .arg(image)
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
-        .stderr(Stdio::null())
+        .stderr(Stdio::piped())
         .spawn()
         .context("cannot run debugfs")?;
     let mut stdin = debugfs.stdin.take().ok_or(Error("debugfs has no stdin".into()))?;
-    stdin.write_all(requests.as_bytes()).context("debugfs")?;
-    drop(stdin);
-    if !debugfs.wait().context("debugfs")?.success() {
-        bail!("debugfs could not set the owners of the root's files");
+    let output = std::thread::scope(|scope| {
+        scope.spawn(move || stdin.write_all(requests.as_bytes()).ok());
+        debugfs.wait_with_output()
+    })
+    .context("debugfs")?;
+    // It succeeds even if a request failed; beside its version it then says why.
+    let messages = String::from_utf8_lossy(&output.stderr);
+    match messages.lines().find(|line| !line.starts_with("debugfs ")) {
+        None if output.status.success() => Ok(()),
+        message => bail!("debugfs cannot set owners: {}", message.unwrap_or("no message")),
     }
-    Ok(())
 }
 
 /// Everything below a directory, sorted.

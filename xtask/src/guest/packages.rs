@@ -125,7 +125,11 @@ fn planned(line: &str) -> Option<(String, String)> {
     Some((name.into(), rest.split_whitespace().next()?.into()))
 }
 
-fn newest_kernel(release: &str, pattern: &str) -> Result<Kernel> {
+/// Finds the newest kernel package whose name matches a pattern.
+///
+/// # Errors
+/// apt knows none.
+pub fn newest_kernel(release: &str, pattern: &str) -> Result<Kernel> {
     let found = util::output_text(apt("apt-cache").args(["search", "--names-only", pattern]))?;
     let package = found
         .lines()
@@ -319,7 +323,6 @@ fn finish_root(root: &Path) -> Result<()> {
     let write = |path: &str, text: &str| fs::write(root.join(path), text).context(path);
     write("etc/passwd", "root:x:0:0:root:/root:/bin/bash\n")?;
     write("etc/group", "root:x:0:\n")?;
-    write("etc/hostname", "pollux\n")?;
     let bin = root.join("usr/bin");
     symlink("bash", bin.join("sh")).context("/bin/sh")?;
     let applets = util::output_text(Command::new(bin.join("busybox")).arg("--list"))?;
