@@ -1,175 +1,143 @@
 //! `--disk`: a virtio-blk disk and its keys.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
+use virtio_blk::{BlkConfig, CacheMode, DiskError, EngineKind};
 
 use super::units::{choice, number, switch};
-use super::{ConfigError, files};
+use super::{ConfigError, files, reason};
 
 const OPTION: &str = "--disk";
+const QUEUE_SIZES: std::ops::RangeInclusive<u32> = 4..=32768;
+const QUEUES: std::ops::RangeInclusive<u32> = 1..=64;
+const SERIAL_MAX_BYTES: usize = 20;
 
-/// One virtio-blk disk, validated.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct DiskConfig {
-    /// The file or block device behind it.
-    #[serde(serialize_with = "super::path_as_text")]
-    pub path: PathBuf,
-    /// The guest may not write, and the file is opened read-only.
-    pub readonly: bool,
-    /// Number of request queues, each with a worker thread.
-    pub queues: u16,
-    /// Descriptors in each queue: a power of two.
-    pub queue_size: u16,
-    /// What carries requests out.
-    pub engine: Engine,
-    /// Open with `O_DIRECT`: past the host's page cache.
-    pub direct: bool,
-    /// Whether a write has to reach stable storage before it completes.
-    pub cache: Cache,
-    /// Offer discard and write-zeroes.
-    pub discard: bool,
-    /// Offer `VIRTIO_F_EVENT_IDX`.
-    pub event_idx: bool,
-    /// What the guest reads with `VIRTIO_BLK_T_GET_ID`: at most 20 bytes of printable ASCII.
-    pub serial: Option<String>,
-}
+const KEYS: [&str; 10] = [
+    "path",
+    "readonly",
+    "queues",
+    "queue-size",
+    "engine",
+    "direct",
+    "cache",
+    "discard",
+    "serial",
+    "event-idx",
+];
+const ENGINES: [(&str, EngineKind); 3] =
+    [("uring", EngineKind::Uring), ("sync", EngineKind::Sync), ("null", EngineKind::Null)];
+const CACHES: [(&str, CacheMode); 2] =
+    [("writeback", CacheMode::Writeback), ("writethrough", CacheMode::Writethrough)];
 
-/// What carries a disk's requests out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Engine {
-    /// io_uring, one ring a queue.
-    Uring,
-    /// One system call after the other, in the worker.
-    Sync,
-    /// Nothing: requests complete at once and move no data.
-    Null,
-}
-
-/// A disk's write cache, as the guest first sees it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Cache {
-    /// Data is on stable storage after a flush.
-    Writeback,
-    /// Data is on stable storage when its write completes.
-    Writethrough,
-}
-
-impl DiskConfig {
-    /// The fewest descriptors of a queue: header, status and two data segments.
-    pub const QUEUE_SIZE_MIN: u16 = 4;
-    /// The most descriptors of a queue (virtio 1.2, 2.7).
-    pub const QUEUE_SIZE_MAX: u16 = 32768;
-    /// The most queues of a disk.
-    pub const QUEUES_MAX: u16 = 64;
-
-    const KEYS: [&str; 10] = [
-        "path",
-        "readonly",
-        "queues",
-        "queue-size",
-        "engine",
-        "direct",
-        "cache",
-        "discard",
-        "serial",
-        "event-idx",
-    ];
-
-    /// Parses one `--disk` value. Looks at no file; that is [`check_file`](Self::check_file).
-    pub(super) fn parse(spec: &str) -> Result<Self, ConfigError> {
-        let mut values = BTreeMap::new();
-        for item in split_items(spec) {
-            let Some((key, value)) = item.split_once('=') else {
-                return Err(ConfigError::new(OPTION, spec, format!("\"{item}\" has no value"))
-                    .hint("use KEY=VALUE, as path=disk.img,readonly=on; write a comma twice"));
-            };
-            if !Self::KEYS.contains(&key) {
-                return Err(ConfigError::new(OPTION, spec, format!("unknown key \"{key}\""))
-                    .hint(format!("known are {}", Self::KEYS.join(", "))));
-            }
-            if values.insert(key.to_owned(), value.to_owned()).is_some() {
-                return Err(ConfigError::new(OPTION, spec, format!("{key} is given twice")));
-            }
-        }
-        let value = |key: &str, default: &str| {
-            values.get(key).cloned().unwrap_or_else(|| default.to_owned())
+/// Parses one `--disk` value. Looks at no file: [`Disk::open`](virtio_blk::Disk::open) does.
+pub(super) fn parse(spec: &str) -> Result<BlkConfig, ConfigError> {
+    let mut disk = BlkConfig::default();
+    let mut seen = Vec::new();
+    for item in split_items(spec) {
+        let Some((key, value)) = item.split_once('=') else {
+            return Err(ConfigError::new(OPTION, spec, format!("\"{item}\" has no value"))
+                .hint("use KEY=VALUE, as path=disk.img,readonly=on; write a comma twice"));
         };
-        let path = value("path", "");
-        if path.is_empty() {
-            return Err(ConfigError::new(OPTION, spec, "no path").hint("use path=PATH"));
+        let Some(key) = KEYS.into_iter().find(|known| *known == key) else {
+            return Err(ConfigError::new(OPTION, spec, format!("unknown key \"{key}\""))
+                .hint(format!("known are {}", KEYS.join(", "))));
+        };
+        if seen.contains(&key) {
+            return Err(ConfigError::new(OPTION, spec, format!("{key} is given twice")));
         }
-        Ok(Self {
-            path: path.into(),
-            readonly: switch("--disk readonly=", &value("readonly", "off"))?,
-            queues: Self::parse_queues(&value("queues", "1"))?,
-            queue_size: Self::parse_queue_size(&value("queue-size", "256"))?,
-            engine: choice(
-                "--disk engine=",
-                &value("engine", "uring"),
-                &[("uring", Engine::Uring), ("sync", Engine::Sync), ("null", Engine::Null)],
-            )?,
-            direct: switch("--disk direct=", &value("direct", "off"))?,
-            cache: choice(
-                "--disk cache=",
-                &value("cache", "writeback"),
-                &[("writeback", Cache::Writeback), ("writethrough", Cache::Writethrough)],
-            )?,
-            discard: switch("--disk discard=", &value("discard", "on"))?,
-            event_idx: switch("--disk event-idx=", &value("event-idx", "on"))?,
-            serial: values.get("serial").map(|serial| Self::parse_serial(serial)).transpose()?,
+        seen.push(key);
+        match key {
+            "path" => disk.path = value.into(),
+            "readonly" => disk.readonly = switch("--disk readonly=", value)?,
+            "queues" => disk.queues = parse_queues(value)?,
+            "queue-size" => disk.queue_size = parse_queue_size(value)?,
+            "engine" => disk.engine = choice("--disk engine=", value, &ENGINES)?,
+            "direct" => disk.direct = switch("--disk direct=", value)?,
+            "cache" => disk.cache = choice("--disk cache=", value, &CACHES)?,
+            "discard" => disk.discard = switch("--disk discard=", value)?,
+            "serial" => disk.serial = parse_serial(value)?,
+            _ => disk.event_idx = switch("--disk event-idx=", value)?,
+        }
+    }
+    if disk.path.as_os_str().is_empty() {
+        return Err(ConfigError::new(OPTION, spec, "no path").hint("use path=PATH"));
+    }
+    Ok(disk)
+}
+
+fn parse_queues(text: &str) -> Result<u16, ConfigError> {
+    let option = "--disk queues=";
+    let queues = number(option, text)?;
+    u16::try_from(queues).ok().filter(|_| QUEUES.contains(&queues)).ok_or_else(|| {
+        ConfigError::new(option, text, "not a possible number of queues").hint(format!(
+            "use {} to {}",
+            QUEUES.start(),
+            QUEUES.end()
+        ))
+    })
+}
+
+fn parse_queue_size(text: &str) -> Result<u16, ConfigError> {
+    let option = "--disk queue-size=";
+    let size = number(option, text)?;
+    let possible = size.is_power_of_two() && QUEUE_SIZES.contains(&size);
+    u16::try_from(size).ok().filter(|_| possible).ok_or_else(|| {
+        let (least, most) = (QUEUE_SIZES.start(), QUEUE_SIZES.end());
+        ConfigError::new(option, text, "not a possible queue size")
+            .hint(format!("use a power of two from {least} to {most}"))
+    })
+}
+
+fn parse_serial(text: &str) -> Result<String, ConfigError> {
+    let printable = text.bytes().all(|byte| (b' '..=b'~').contains(&byte));
+    if printable && text.len() <= SERIAL_MAX_BYTES {
+        return Ok(text.to_owned());
+    }
+    Err(ConfigError::new("--disk serial=", text, "not a serial number of a disk")
+        .hint(format!("use at most {SERIAL_MAX_BYTES} bytes of printable ASCII")))
+}
+
+/// A disk that cannot be opened is an option that is wrong.
+impl From<DiskError> for ConfigError {
+    fn from(error: DiskError) -> Self {
+        let (path, problem) = match error {
+            DiskError::Option { path, problem } => (path, problem),
+            DiskError::Unusable { path, problem } => (path, problem.to_owned()),
+            DiskError::Os { path, what, error } => (path, format!("{what}: {}", reason(&error))),
+        };
+        Self::new(OPTION, path.display(), problem)
+    }
+}
+
+/// The disks as JSON, with the names of the command line.
+pub(super) fn serialize<S: Serializer>(
+    disks: &[BlkConfig],
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    fn word<T: Copy + PartialEq>(words: &[(&'static str, T)], value: T) -> Option<&'static str> {
+        words.iter().find(|(_, of)| *of == value).map(|(word, _)| *word)
+    }
+    let disk = |disk: &BlkConfig| {
+        serde_json::json!({
+            "name": disk.name,
+            "path": disk.path.to_string_lossy(),
+            "readonly": disk.readonly,
+            "queues": disk.queues,
+            "queue_size": disk.queue_size,
+            "engine": word(&ENGINES, disk.engine),
+            "direct": disk.direct,
+            "cache": word(&CACHES, disk.cache),
+            "discard": disk.discard,
+            "serial": disk.serial,
+            "event_idx": disk.event_idx,
         })
-    }
-
-    fn parse_queues(text: &str) -> Result<u16, ConfigError> {
-        let option = "--disk queues=";
-        let queues = number(option, text)?;
-        u16::try_from(queues)
-            .ok()
-            .filter(|queues| (1..=Self::QUEUES_MAX).contains(queues))
-            .ok_or_else(|| {
-                ConfigError::new(option, text, "not a possible number of queues")
-                    .hint(format!("use 1 to {}", Self::QUEUES_MAX))
-            })
-    }
-
-    fn parse_queue_size(text: &str) -> Result<u16, ConfigError> {
-        let option = "--disk queue-size=";
-        let size = number(option, text)?;
-        u16::try_from(size)
-            .ok()
-            .filter(|size| size.is_power_of_two())
-            .filter(|size| (Self::QUEUE_SIZE_MIN..=Self::QUEUE_SIZE_MAX).contains(size))
-            .ok_or_else(|| {
-                ConfigError::new(option, text, "not a possible queue size").hint(format!(
-                    "use a power of two from {} to {}",
-                    Self::QUEUE_SIZE_MIN,
-                    Self::QUEUE_SIZE_MAX
-                ))
-            })
-    }
-
-    fn parse_serial(text: &str) -> Result<String, ConfigError> {
-        let good = text.len() <= 20 && text.bytes().all(|byte| (b' '..=b'~').contains(&byte));
-        if good {
-            Ok(text.to_owned())
-        } else {
-            Err(ConfigError::new("--disk serial=", text, "not a serial number of a disk")
-                .hint("use at most 20 bytes of printable ASCII"))
-        }
-    }
-
-    /// Checks that the file is there, can be a disk, and can be opened as it must be.
-    pub(super) fn check_file(&self) -> Result<(), ConfigError> {
-        files::check_disk(OPTION, &self.path, !self.readonly)
-    }
+    };
+    disks.iter().map(disk).collect::<Vec<_>>().serialize(serializer)
 }
 
 /// Refuses a file that two disks share, if one of them writes.
-pub(super) fn check_shared(disks: &[DiskConfig]) -> Result<(), ConfigError> {
+pub(super) fn check_shared(disks: &[BlkConfig]) -> Result<(), ConfigError> {
     let mut seen: BTreeMap<files::Identity, bool> = BTreeMap::new();
     for disk in disks {
         let Some(identity) = files::identity(&disk.path) else { continue };
@@ -206,49 +174,58 @@ fn split_items(spec: &str) -> Vec<String> {
 mod tests {
     use super::*;
 
-    fn parse(spec: &str) -> Result<DiskConfig, String> {
-        DiskConfig::parse(spec).map_err(|error| error.to_string())
+    fn parsed(spec: &str) -> Result<BlkConfig, String> {
+        parse(spec).map_err(|error| error.to_string())
     }
 
     #[test]
-    fn a_path_is_enough() {
-        assert_eq!(
-            parse("path=disk.img").unwrap(),
-            DiskConfig {
-                path: "disk.img".into(),
-                readonly: false,
-                queues: 1,
-                queue_size: 256,
-                engine: Engine::Uring,
-                direct: false,
-                cache: Cache::Writeback,
-                discard: true,
-                event_idx: true,
-                serial: None,
-            }
-        );
+    fn a_path_is_enough_and_the_rest_is_as_the_help_says() {
+        let disk = parsed("path=disk.img").unwrap();
+        assert_eq!(disk.path.to_str(), Some("disk.img"));
+        assert!(!disk.readonly && !disk.direct && disk.discard && disk.event_idx);
+        assert_eq!((disk.queues, disk.queue_size), (1, 256));
+        assert_eq!((disk.engine, disk.cache), (EngineKind::Uring, CacheMode::Writeback));
+        assert_eq!(disk.serial, "");
     }
 
     #[test]
     fn every_key_sets_what_it_names() {
-        let spec = "readonly=on,queues=2,queue-size=128,engine=sync,direct=on,cache=writethrough,\
-                    discard=off,serial=D 1,event-idx=off,path=a=b";
-        assert_eq!(
-            parse(spec).unwrap(),
-            DiskConfig {
-                path: "a=b".into(),
-                readonly: true,
-                queues: 2,
-                queue_size: 128,
-                engine: Engine::Sync,
-                direct: true,
-                cache: Cache::Writethrough,
-                discard: false,
-                event_idx: false,
-                serial: Some("D 1".to_owned()),
-            }
-        );
-        assert_eq!(parse("path=a,engine=null").unwrap().engine, Engine::Null);
+        let disk = parsed(
+            "readonly=on,queues=2,queue-size=128,engine=sync,direct=on,cache=writethrough,\
+             discard=off,serial=D 1,event-idx=off,path=a=b",
+        )
+        .unwrap();
+        assert_eq!(disk.path.to_str(), Some("a=b"));
+        assert!(disk.readonly && disk.direct && !disk.discard && !disk.event_idx);
+        assert_eq!((disk.queues, disk.queue_size), (2, 128));
+        assert_eq!((disk.engine, disk.cache), (EngineKind::Sync, CacheMode::Writethrough));
+        assert_eq!(disk.serial, "D 1");
+        assert_eq!(parsed("path=a,engine=null").unwrap().engine, EngineKind::Null);
+    }
+
+    #[test]
+    fn the_ranges_here_are_those_of_the_device() {
+        for spec in ["path=a,queues=64,queue-size=32768,serial=12345678901234567890"] {
+            assert_eq!(parsed(spec).unwrap().check(), Ok(()));
+        }
+        assert_eq!(parsed("path=a,queue-size=4").unwrap().check(), Ok(()));
+        for wrong in [
+            BlkConfig { queues: 65, ..BlkConfig::default() },
+            BlkConfig { queue_size: 2, ..BlkConfig::default() },
+        ] {
+            assert!(wrong.check().is_err());
+        }
+    }
+
+    #[test]
+    fn a_disk_that_cannot_be_opened_is_told_by_its_option() {
+        let error = DiskError::Os {
+            path: "a.img".into(),
+            what: "cannot be opened",
+            error: std::io::Error::from_raw_os_error(libc::EACCES),
+        };
+        let message = ConfigError::from(error).to_string();
+        assert_eq!(message, "--disk a.img: cannot be opened: permission denied");
     }
 
     #[test]
@@ -258,15 +235,15 @@ mod tests {
             ("path=,,,,x", ",,x"),
             ("readonly=on,path=a,,", "a,"),
         ] {
-            assert_eq!(parse(spec).unwrap().path.to_str(), Some(path), "{spec}");
+            assert_eq!(parsed(spec).unwrap().path.to_str(), Some(path), "{spec}");
         }
     }
 
     #[test]
     fn an_unknown_key_is_answered_with_the_known_ones() {
-        let message = parse("path=a,read-only=on").unwrap_err();
+        let message = parsed("path=a,read-only=on").unwrap_err();
         assert!(message.contains("unknown key \"read-only\""), "{message}");
-        for key in DiskConfig::KEYS {
+        for key in KEYS {
             assert!(message.contains(key), "{key}: {message}");
         }
     }
@@ -274,11 +251,11 @@ mod tests {
     #[test]
     fn keys_have_values_and_come_once() {
         for spec in ["disk.img", "path=a,readonly", "path=a,", "path=a,,,b", ""] {
-            assert!(parse(spec).unwrap_err().contains("has no value"), "{spec}");
+            assert!(parsed(spec).unwrap_err().contains("has no value"), "{spec}");
         }
-        assert!(parse("path=a,path=a").unwrap_err().contains("path is given twice"));
-        assert!(parse("readonly=on").unwrap_err().contains("no path"));
-        assert!(parse("path=").unwrap_err().contains("no path"));
+        assert!(parsed("path=a,path=a").unwrap_err().contains("path is given twice"));
+        assert!(parsed("readonly=on").unwrap_err().contains("no path"));
+        assert!(parsed("path=").unwrap_err().contains("no path"));
     }
 
     #[test]
@@ -302,12 +279,10 @@ mod tests {
             ("serial=\u{e9}", "ASCII"),
             ("serial=a\tb", "ASCII"),
         ] {
-            let message = parse(&format!("path=a,{value}")).unwrap_err();
+            let message = parsed(&format!("path=a,{value}")).unwrap_err();
             assert!(message.contains(expected), "{value}: {message}");
             assert!(message.starts_with("--disk ") && !message.contains('\t'), "{message}");
         }
-        assert_eq!(parse("path=a,queues=64,queue-size=32768").unwrap().queue_size, 32768);
-        assert_eq!(parse("path=a,queue-size=4,serial=12345678901234567890").unwrap().queue_size, 4);
     }
 
     #[test]
@@ -318,10 +293,10 @@ mod tests {
         std::fs::hard_link(&file, &link).unwrap();
         let other = directory.path().join("c");
         std::fs::write(&other, [0; 512]).unwrap();
-        let disk = |path: &std::path::Path, readonly: bool| DiskConfig {
+        let disk = |path: &std::path::Path, readonly: bool| BlkConfig {
             path: path.into(),
             readonly,
-            ..DiskConfig::parse("path=x").unwrap()
+            ..BlkConfig::default()
         };
         assert!(check_shared(&[disk(&file, true), disk(&link, true)]).is_ok());
         assert!(check_shared(&[disk(&file, false), disk(&other, false)]).is_ok());

@@ -1,7 +1,7 @@
 //! Files that options name: whether they are there and can be used as they will be.
 
 use std::ffi::{CString, OsString};
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -35,27 +35,6 @@ pub(super) fn check_input(option: &'static str, path: &Path) -> Result<(), Confi
         return Err(error("not a regular file".to_owned()));
     }
     File::open(path).map(drop).map_err(|e| error(format!("cannot be read: {}", reason(&e))))
-}
-
-/// Checks a file that will be a disk.
-pub(super) fn check_disk(
-    option: &'static str,
-    path: &Path,
-    writable: bool,
-) -> Result<(), ConfigError> {
-    let error = |problem: String| ConfigError::new(option, path.display(), problem);
-    let metadata = fs::metadata(path).map_err(|e| error(reason(&e)))?;
-    if !metadata.is_file() && !metadata.file_type().is_block_device() {
-        return Err(error("neither a regular file nor a block device".to_owned()));
-    }
-    OpenOptions::new().read(true).write(writable).open(path).map(drop).map_err(|e| {
-        if writable && File::open(path).is_ok() {
-            error(format!("cannot be written: {}", reason(&e)))
-                .hint("readonly=on gives the guest a disk that it can only read")
-        } else {
-            error(format!("cannot be read: {}", reason(&e)))
-        }
-    })
 }
 
 /// Checks a file that will be written: it is there and can be, or its directory lets it be made.
@@ -150,18 +129,6 @@ mod tests {
         assert!(message(check_input("--kernel", &file.join("x"))).contains("not a directory"));
         assert!(message(check_input("--kernel", Path::new("/dev/null"))).contains("not a regular"));
         assert!(check_input("--kernel", Path::new("")).is_err());
-    }
-
-    #[test]
-    fn a_disk_is_a_file_or_a_block_device() {
-        let directory = tempfile::tempdir().unwrap();
-        for path in [directory.path(), Path::new("/dev/null")] {
-            assert!(message(check_disk("--disk", path, false)).contains("block device"));
-        }
-        let file = directory.path().join("disk");
-        assert!(message(check_disk("--disk", &file, true)).contains("no such file"));
-        fs::write(&file, [0; 512]).unwrap();
-        assert!(check_disk("--disk", &file, true).is_ok());
     }
 
     #[test]

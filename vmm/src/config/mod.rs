@@ -12,8 +12,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::{Serialize, Serializer};
+use virtio_blk::BlkConfig;
 
-pub use disk::{Cache, DiskConfig, Engine};
 pub use error::{ConfigError, one_line, reason};
 pub use idle::{GuestHaltPoll, GuestIdle};
 pub use pin::Pinning;
@@ -24,8 +24,8 @@ use crate::cli::RunArgs;
 pub const MEMORY_MIN_BYTES: u64 = 64 << 20;
 /// Memory is a multiple of this, in bytes: the size of a page.
 pub const MEMORY_ALIGN_BYTES: u64 = 4 << 10;
-/// What every kernel command line begins with: the console is the first serial port, and a reboot
-/// or a panic ends the guest at once.
+/// What every kernel command line begins with: the console is the first serial port, a reboot goes
+/// through the keyboard controller, and a panic reboots at once, so that it ends the guest.
 pub const DEFAULT_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1";
 
 /// Everything that was asked for, in one piece, validated. Serialised, it is the `config` part of
@@ -41,8 +41,8 @@ pub struct VmConfig {
     /// The initial RAM disk.
     #[serde(serialize_with = "path_as_text_if_any")]
     pub initrd: Option<PathBuf>,
-    /// The whole kernel command line but for what the machine itself adds: the defaults, how to
-    /// idle, then the user's words, which may end in `-- ARGUMENTS-OF-INIT`.
+    /// The whole kernel command line: the defaults, how to idle, then the user's words, which may
+    /// end in `-- ARGUMENTS-OF-INIT`.
     pub cmdline: String,
     /// How the kernel is entered.
     pub boot: Boot,
@@ -50,8 +50,10 @@ pub struct VmConfig {
     pub cpus: u32,
     /// Guest RAM, in bytes.
     pub memory_bytes: u64,
-    /// The disks, in the order of their PCI slots.
-    pub disks: Vec<DiskConfig>,
+    /// The disks, in the order of their PCI slots, ready to be opened: with their names, their poll
+    /// window and the host CPUs of their workers.
+    #[serde(serialize_with = "disk::serialize")]
+    pub disks: Vec<BlkConfig>,
     /// Where a halted vCPU waits.
     pub halt: Halt,
     /// The VM's maximum host poll window, in nanoseconds; `None` leaves the module parameter in
@@ -148,8 +150,9 @@ impl VmConfig {
         }
         let memory_bytes = units::size_bytes("--memory", &args.memory)?;
         check_memory(&args.memory, memory_bytes)?;
-        let disks =
-            args.disks.iter().map(|spec| DiskConfig::parse(spec)).collect::<Result<Vec<_>, _>>()?;
+        let mut disks =
+            args.disks.iter().map(|spec| disk::parse(spec)).collect::<Result<Vec<_>, _>>()?;
+        let io_poll_ns = units::time_ns("--io-poll-ns", &args.io_poll_ns)?;
         let (guest_idle, guest_halt_poll) = idle::parse(args)?;
         let queues = disks.iter().map(|disk| u32::from(disk.queues)).sum();
         let pin = match &args.pin {
@@ -162,15 +165,22 @@ impl VmConfig {
                 Pinning::parse(text, cpus, queues, &usable)?
             }
         };
+        let mut io_cpus = (0..queues).map(|queue| pin.io.get(&queue).copied());
+        for (index, disk) in disks.iter_mut().enumerate() {
+            disk.name = format!("blk{index}");
+            disk.io_poll_ns = io_poll_ns.into();
+            disk.pin_cpus = io_cpus.by_ref().take(disk.queues.into()).collect();
+        }
+        let cmdline = std::iter::once(DEFAULT_CMDLINE.to_owned())
+            .chain(idle::kernel_arguments(guest_idle, &guest_halt_poll))
+            .chain(args.cmdline.clone())
+            .collect::<Vec<_>>()
+            .join(" ");
         Ok(Self {
             kvm: args.kvm.clone(),
             kernel: args.kernel.clone(),
             initrd: args.initrd.clone(),
-            cmdline: std::iter::once(DEFAULT_CMDLINE.to_owned())
-                .chain(idle::kernel_arguments(guest_idle, &guest_halt_poll))
-                .chain(args.cmdline.clone())
-                .collect::<Vec<_>>()
-                .join(" "),
+            cmdline,
             boot: units::choice(
                 "--boot",
                 &args.boot,
@@ -188,7 +198,7 @@ impl VmConfig {
             guest_idle,
             guest_halt_poll,
             dedicated: args.dedicated,
-            io_poll_ns: units::time_ns("--io-poll-ns", &args.io_poll_ns)?,
+            io_poll_ns,
             pin,
             console: parse_console(&args.console)?,
             results: args.results.clone(),
@@ -204,15 +214,13 @@ impl VmConfig {
         })
     }
 
-    /// Looks at every file that is named: what is read is there, what is written can be.
+    /// Looks at the files that are named: what is read is there, what is written can be. Disks are
+    /// looked at by who opens them.
     fn check_files(&self) -> Result<(), ConfigError> {
         let mut inputs = vec![("--kernel", self.kernel.as_path())];
         inputs.extend(self.initrd.as_deref().map(|path| ("--initrd", path)));
         for (option, path) in &inputs {
             files::check_input(option, path)?;
-        }
-        for disk in &self.disks {
-            disk.check_file()?;
         }
         disk::check_shared(&self.disks)?;
         inputs.extend(self.disks.iter().map(|disk| ("--disk", disk.path.as_path())));
@@ -247,16 +255,21 @@ impl VmConfig {
 impl ConfigError {
     /// The KVM device at `path` could not be opened.
     pub fn kvm(path: &Path, error: &io::Error) -> Self {
-        let this = Self::new("--kvm", path.display(), reason(error));
+        Self::new("--kvm", path.display(), reason(error)).hint(Self::kvm_advice(error))
+    }
+
+    /// What to do about a KVM device that could not be opened.
+    pub fn kvm_advice(error: &io::Error) -> &'static str {
         match error.raw_os_error() {
-            Some(libc::ENOENT | libc::ENODEV | libc::ENXIO) => this.hint(
-                "load kvm_intel or kvm_amd, and see that virtualisation is on in the firmware, or \
-                 nested virtualisation in the host of this VM",
-            ),
-            Some(libc::EACCES | libc::EPERM) => {
-                this.hint("join the group that owns it, mostly kvm, and log in again")
+            Some(libc::ENOENT | libc::ENODEV | libc::ENXIO) => {
+                "load kvm_intel or kvm_amd; turn on virtualisation in the firmware, or nested \
+                 virtualisation for this VM in its host"
             }
-            _ => this.hint("pollux doctor tells more"),
+            Some(libc::EACCES | libc::EPERM) => {
+                "join the group that owns it, mostly kvm, and log in again; in a container, pass \
+                 the device in"
+            }
+            _ => "name the device node of KVM, mostly /dev/kvm",
         }
     }
 }
@@ -423,7 +436,11 @@ mod tests {
     fn pins_count_the_queues_of_all_disks() {
         let disks = "--disk path=a,queues=2 --disk path=b";
         let cpu = pin::usable_cpus().unwrap()[0];
-        assert!(parse(&format!("{disks} --pin io2={cpu}")).is_ok());
+        let config = parse(&format!("{disks} --pin io2={cpu} --io-poll-ns 1us")).unwrap();
+        assert_eq!(config.disks[0].pin_cpus, [None, None]);
+        assert_eq!(config.disks[1].pin_cpus, [Some(cpu)]);
+        assert_eq!(config.disks[1].name, "blk1");
+        assert_eq!(config.disks[1].io_poll_ns, 1000);
         assert!(parse(&format!("{disks} --pin io3={cpu}")).unwrap_err().contains("io2"));
     }
 
