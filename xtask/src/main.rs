@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 mod guest;
+mod lab;
 mod util;
 
 /// Pollux's developer commands.
@@ -19,11 +20,13 @@ struct Cli {
 enum Command {
     /// Make the stock guests in target/guest/ from Debian packages.
     Guest(guest::Args),
+    Lab(lab::Args),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Guest(args) => guest::run(&args),
+        Command::Lab(args) => lab::run(&args),
     };
     result.unwrap_or_else(|error| {
         eprintln!("xtask: {error}");

@@ -21,8 +21,16 @@ const KERNEL: (&str, &str) = ("6.12", r"^linux-image-6\.12\.[0-9]+\+deb12-amd64$
 
 /// What L1 loads: its root, its scratch disk, KVM with AMD's SVM, and device mapper targets that fail
 /// on request.
-const MODULES: [&str; 8] =
-    ["9pnet_virtio", "9p", "virtio_console", "virtio_blk", "crc32c_generic", "ext4", "kvm_amd", "loop"];
+const MODULES: [&str; 8] = [
+    "9pnet_virtio",
+    "9p",
+    "virtio_console",
+    "virtio_blk",
+    "crc32c_generic",
+    "ext4",
+    "kvm_amd",
+    "loop",
+];
 
 /// QEMU of this suite: newer than Debian 12's own, whose emulation loses a breakpoint race and
 /// kills L1, and whose VMRUN drops the interrupt shadow.
