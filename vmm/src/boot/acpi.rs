@@ -19,6 +19,7 @@ use acpi_tables::mcfg::MCFG;
 use acpi_tables::rsdp::Rsdp;
 use acpi_tables::sdt::Sdt;
 use acpi_tables::xsdt::XSDT;
+use devices::{power, serial};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::layout;
@@ -125,10 +126,10 @@ fn fadt(dsdt: u64) -> acpi_tables::fadt::FADT {
         .flag(Flags::PwrButton)
         .flag(Flags::SlpButton);
     fadt.iapc_boot_arch = (BOOT_ARCH_NO_VGA | BOOT_ARCH_NO_CMOS_RTC).into();
-    fadt.reset_reg = io_register(layout::RESET_PORT);
-    fadt.reset_value = layout::RESET_VALUE;
-    fadt.sleep_control_reg = io_register(layout::SLEEP_CONTROL_PORT);
-    fadt.sleep_status_reg = io_register(layout::SLEEP_STATUS_PORT);
+    fadt.reset_reg = io_register(power::ACPI_RESET_PORT);
+    fadt.reset_value = power::ACPI_RESET_VALUE;
+    fadt.sleep_control_reg = io_register(power::ACPI_POWER_PORT);
+    fadt.sleep_status_reg = io_register(power::ACPI_SLEEP_STATUS_PORT);
     fadt.hypervisor_vendor_identity = u64::from_le_bytes(*b"POLLUX\0\0").into();
     fadt.finalize()
 }
@@ -169,7 +170,7 @@ fn dsdt(config: &AcpiConfig) -> Sdt {
         Sdt::new(*b"DSDT", SDT_HEADER_BYTES, DSDT_REVISION, OEM_ID, OEM_TABLE_ID, OEM_REVISION);
     dsdt.append_slice(&Scope::raw("_SB_".into(), devices));
     // SLP_TYP for PM1a and PM1b, and two reserved (ACPI 6.5, 7.4.2).
-    let s5 = Package::new(vec![&layout::SLEEP_TYPE_S5, &ZERO, &ZERO, &ZERO]);
+    let s5 = Package::new(vec![&power::ACPI_SLEEP_TYPE_S5, &ZERO, &ZERO, &ZERO]);
     dsdt.append_slice(&aml(&Name::new("_S5_".into(), &s5)));
     dsdt
 }
@@ -245,7 +246,7 @@ fn ecam_reservation() -> Vec<u8> {
 
 /// A 16550 with an edge-triggered, active-high interrupt.
 fn serial_port(name: &str, uid: u8, port: u16, gsi: u32) -> Vec<u8> {
-    let ports = IO::new(port, port, 1, layout::COM_PORTS);
+    let ports = IO::new(port, port, 1, serial::PORTS as u8);
     let interrupt = Interrupt::new(true, true, false, false, gsi);
     aml(&Device::new(
         name.into(),
@@ -258,7 +259,7 @@ fn serial_port(name: &str, uid: u8, port: u16, gsi: u32) -> Vec<u8> {
 }
 
 fn pvpanic() -> Vec<u8> {
-    let port = IO::new(layout::PVPANIC_PORT, layout::PVPANIC_PORT, 1, 1);
+    let port = IO::new(power::PVPANIC_PORT, power::PVPANIC_PORT, 1, 1);
     aml(&Device::new(
         "PVPN".into(),
         vec![

@@ -1,11 +1,6 @@
-//! The kernel command line.
+//! What a kernel command line must be.
 
 use thiserror::Error;
-
-/// What every guest gets before the user's text: the console on COM1, reboot by the keyboard
-/// controller (no probing of firmware), and a reboot at once when the kernel panics, so that the
-/// monitor sees it.
-pub const DEFAULT: &str = "console=ttyS0 reboot=k panic=-1";
 
 /// Longest command line, without its NUL, for a kernel that does not say (x86's
 /// `COMMAND_LINE_SIZE` is 2048).
@@ -22,7 +17,7 @@ pub enum CmdlineError {
     BadCharacter {
         /// The character.
         character: char,
-        /// Where it stands in the user's text, in bytes from 0.
+        /// Where it stands, in bytes from 0.
         offset: usize,
     },
     /// Longer than the kernel takes.
@@ -35,33 +30,15 @@ pub enum CmdlineError {
     },
 }
 
-/// [`DEFAULT`] followed by `extra` (Pollux's own parameters) and `user`. For the kernel the last of
-/// equal parameters wins, so the user's do. What follows `--` in `user` goes to init and stays last.
+/// Checks the whole command line against a kernel's limit, in bytes without the NUL.
 ///
 /// # Errors
-/// [`CmdlineError::BadCharacter`].
-pub fn compose(extra: &str, user: &str) -> Result<String, CmdlineError> {
-    let bad = user.char_indices().find(|(_, c)| !matches!(c, ' '..='~' | '\t'));
+/// [`CmdlineError`].
+pub fn check(cmdline: &str, max_bytes: usize) -> Result<(), CmdlineError> {
+    let bad = cmdline.char_indices().find(|(_, c)| !matches!(c, ' '..='~' | '\t'));
     if let Some((offset, character)) = bad {
         return Err(CmdlineError::BadCharacter { character, offset });
     }
-    Ok([DEFAULT, extra, user].map(str::trim).into_iter().filter(|s| !s.is_empty()).fold(
-        String::new(),
-        |mut line, part| {
-            if !line.is_empty() {
-                line.push(' ');
-            }
-            line.push_str(part);
-            line
-        },
-    ))
-}
-
-/// Checks the whole command line against the kernel's limit.
-///
-/// # Errors
-/// [`CmdlineError::TooLong`].
-pub fn check_length(cmdline: &str, max_bytes: usize) -> Result<(), CmdlineError> {
     let bytes = cmdline.len();
     if bytes > max_bytes {
         return Err(CmdlineError::TooLong { bytes, max_bytes });
@@ -74,37 +51,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_users_text_follows_the_defaults_so_that_it_wins() {
-        assert_eq!(compose("", "").as_deref(), Ok(DEFAULT));
-        assert_eq!(
-            compose("", "quiet panic=5").unwrap(),
-            "console=ttyS0 reboot=k panic=-1 quiet panic=5"
-        );
-    }
-
-    #[test]
-    fn own_parameters_stand_before_the_users_and_before_the_separator() {
-        assert_eq!(
-            compose("idle=halt", " root=/dev/vda -- single ").unwrap(),
-            "console=ttyS0 reboot=k panic=-1 idle=halt root=/dev/vda -- single"
-        );
-    }
-
-    #[test]
     fn only_printable_ascii_and_tabs_are_taken() {
         for (text, character, offset) in
             [("a\nb", '\n', 1), ("\0", '\0', 0), ("é", 'é', 0), ("ab\x7f", '\x7f', 2)]
         {
-            let refused = Err(CmdlineError::BadCharacter { character, offset });
-            assert_eq!(compose("", text), refused, "{text:?}");
+            assert_eq!(
+                check(text, 100),
+                Err(CmdlineError::BadCharacter { character, offset }),
+                "{text:?}"
+            );
         }
-        assert!(compose("", "a\t\"b c\"").is_ok());
+        assert_eq!(check("a\t\"b c\" -- ~", 100), Ok(()));
     }
 
     #[test]
     fn the_limit_itself_fits_and_one_more_does_not() {
-        assert_eq!(check_length("12345", 5), Ok(()));
-        let error = check_length("123456", 5).unwrap_err();
+        assert_eq!(check("12345", 5), Ok(()));
+        let error = check("123456", 5).unwrap_err();
         assert_eq!(
             error.to_string(),
             "kernel command line: 6 bytes, but this kernel takes at most 5"

@@ -53,23 +53,6 @@ pub const COM1_GSI: u32 = 4;
 pub const COM2_PORT: u16 = 0x2f8;
 /// GSI of COM2.
 pub const COM2_GSI: u32 = 3;
-/// I/O ports of a 16550.
-pub const COM_PORTS: u8 = 8;
-/// i8042 command and status port: Linux' `reboot=k` writes 0xfe to it.
-pub const I8042_COMMAND_PORT: u16 = 0x64;
-/// pvpanic: the guest writes bit 0 when it panics.
-pub const PVPANIC_PORT: u16 = 0x505;
-/// ACPI sleep control register (ACPI 6.5, 4.8.3.7), one byte.
-pub const SLEEP_CONTROL_PORT: u16 = 0x600;
-/// ACPI sleep status register (ACPI 6.5, 4.8.3.7), one byte.
-pub const SLEEP_STATUS_PORT: u16 = 0x601;
-/// ACPI reset register (ACPI 6.5, 4.8.3.6), one byte.
-pub const RESET_PORT: u16 = 0x602;
-/// What a guest writes to [`RESET_PORT`] to reset the machine.
-pub const RESET_VALUE: u8 = 1;
-/// `SLP_TYP` of S5 in the sleep control register (bits 4:2).
-pub const SLEEP_TYPE_S5: u8 = 5;
-
 // Boot structures, all below the reserved range and apart from each other.
 /// Global descriptor table of the boot CPU.
 pub const GDT_START: u64 = 0x500;

@@ -51,7 +51,7 @@ pub struct BootRequest<'a> {
     pub initrd: Option<Image<'a>>,
     /// Boot protocol.
     pub protocol: BootProtocol,
-    /// The whole command line, as from [`cmdline::compose`].
+    /// The whole command line.
     pub cmdline: &'a str,
     /// Guest-physical address of the RSDP, as from [`super::acpi::write`].
     pub rsdp: u64,
@@ -191,7 +191,7 @@ const PAGE_BYTES: u64 = 4096;
 pub fn load(memory: &GuestMemoryMmap, request: BootRequest) -> Result<Entry, BootError> {
     let BootRequest { mut kernel, initrd, protocol, cmdline, rsdp } = request;
     let loaded = load_kernel(memory, &mut kernel, protocol)?;
-    cmdline::check_length(cmdline, loaded.cmdline_max_bytes)?;
+    cmdline::check(cmdline, loaded.cmdline_max_bytes)?;
 
     let too_small = |_| BootError::MemoryTooSmall { memory_bytes: low_ram_end(memory) };
     let mut line = cmdline.as_bytes().to_vec();
@@ -261,8 +261,8 @@ fn load_kernel(
         if protocol == BootProtocol::Pvh {
             return Err(BootError::Protocol {
                 path: image.path.into(),
-                reason: "PVH boots an ELF vmlinux, and this is a bzImage; use it with the linux64 \
-                         protocol, or extract its vmlinux",
+                reason: "PVH boots an ELF vmlinux, and this is a bzImage; use --boot linux64, or \
+                         extract its vmlinux",
             });
         }
         let mut header = setup_header::default();
@@ -375,13 +375,15 @@ fn load_elf(
         (BootProtocol::Pvh, _, None) => {
             return Err(BootError::Protocol {
                 path: image.path.into(),
-                reason: "it has no PVH entry point (Linux: CONFIG_PVH=y); use the linux64 protocol",
+                reason: "it has no PVH entry point (Linux: CONFIG_PVH=y); use --boot linux64",
             });
         }
         (BootProtocol::Auto, false, None) => {
             return Err(not_a_kernel(
                 image,
-                "it is ELF, but has neither a note of Linux nor a PVH entry point".into(),
+                "it is ELF, but has neither a note of Linux nor a PVH entry point (a Linux that is older \
+                 boots with --boot linux64)"
+                    .into(),
             ));
         }
     };
@@ -514,3 +516,6 @@ fn write_start_info(
     memory.write_obj(info, GuestAddress(layout::PVH_INFO_START))?;
     Ok(layout::PVH_INFO_START)
 }
+
+#[cfg(test)]
+mod tests;

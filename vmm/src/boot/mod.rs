@@ -11,4 +11,4 @@ pub mod load;
 pub mod msrs;
 pub mod regs;
 
-pub use load::{BootError, BootProtocol, BootRequest, Entry, EntryMode, Image, load};
+pub use load::{BootError, BootProtocol, BootRequest, Entry, Image, load};
