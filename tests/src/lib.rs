@@ -1,0 +1,6 @@
+//! Runs the program `pollux` the way a user does, for the integration tests beside this crate.
+
+pub mod elf;
+pub mod guest;
+
+pub use guest::{Guest, Outcome};

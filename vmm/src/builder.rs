@@ -1,0 +1,337 @@
+//! Assembles a VM, in order: everything that can be wrong with what the user gave (disks, kernel,
+//! initrd, command line) is found before there is a VM.
+
+use std::fs::File;
+use std::io::Write;
+use std::sync::atomic::{AtomicBool, AtomicI32};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use devices::GuestMemory;
+use devices::bus::{BusDevice, MmioBus, PioBus};
+use devices::pci::bus::{ConfigPorts, Ecam, PciRoot};
+use devices::power::{self, AcpiPower, I8042, PowerSink, PvPanic};
+use devices::serial::{self, SerialPort};
+use devices::virtio::pci::VirtioPci;
+use kvm_bindings::CpuId;
+use kvm_ioctls::{Cap, Kvm, VcpuFd};
+use virtio_blk::{BlkConfig, Block, Disk};
+
+use crate::boot::cpuid::{self, CpuidConfig};
+use crate::boot::{
+    self, BootError, BootProtocol, BootRequest, Entry, Image, acpi, layout, msrs, regs,
+};
+use crate::config::{Boot, ConfigError, Console, VmConfig};
+use crate::irq::kernel::{IoEventFds, Router};
+use crate::lifecycle::Lifecycle;
+use crate::stats::channel::{ChannelWatcher, GuestReport, PanicWatcher};
+use crate::stats::kvm::KvmStats;
+use crate::stats::{DiskSource, Sources, VcpuSource};
+use crate::vcpu::run::{Machine, Vcpu};
+use crate::vm::{Vm, VmError, kvm_error};
+
+/// Why there is no VM.
+#[derive(Debug, thiserror::Error)]
+pub enum BuildError {
+    /// The user's doing: exit status 2.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// A disk cannot be used: exit status 2.
+    #[error(transparent)]
+    Disk(#[from] virtio_blk::DiskError),
+    /// The guest cannot boot from what was given: exit status 2.
+    #[error(transparent)]
+    Boot(#[from] BootError),
+    /// The host's doing: exit status 1.
+    #[error(transparent)]
+    Vm(#[from] VmError),
+}
+
+impl BuildError {
+    /// The program's exit status.
+    pub fn exit_status(&self) -> u8 {
+        match self {
+            Self::Vm(_) => 1,
+            Self::Config(_) | Self::Disk(_) | Self::Boot(_) => 2,
+        }
+    }
+}
+
+/// A VM that is ready to run.
+pub struct Built {
+    /// What the vCPUs share.
+    pub machine: Arc<Machine>,
+    /// The vCPUs.
+    pub vcpus: Vec<Vcpu>,
+    /// The console, which takes the user's keys.
+    pub console: Arc<Mutex<SerialPort>>,
+    /// All figures.
+    pub sources: Arc<Sources>,
+    /// What the guest says on the results channel.
+    pub guest: Arc<Mutex<GuestReport>>,
+}
+
+/// Turns an error of the devices into one of ours.
+fn machine_error(error: impl std::fmt::Display) -> VmError {
+    VmError::Machine(error.to_string())
+}
+
+fn host_error(what: &'static str) -> impl FnOnce(std::io::Error) -> VmError {
+    move |why| VmError::Host { what, why }
+}
+
+/// Assembles the VM that `config` describes. `reopened`: this is a restart, files go on.
+///
+/// # Errors
+/// See [`BuildError`].
+pub fn build(config: &VmConfig, reopened: bool) -> Result<Built, BuildError> {
+    let kvm = open_kvm(config)?;
+    let disks = open_disks(config)?;
+    let memory = crate::memory::map(&layout::ram_ranges(config.memory_bytes))?;
+    let cpuid = kvm
+        .get_supported_cpuid(kvm_bindings::KVM_MAX_CPUID_ENTRIES)
+        .map_err(kvm_error("tell what CPUID it supports"))?;
+    let window =
+        layout::pci_mmio64(config.memory_bytes, physical_bits(&cpuid)).map_err(machine_error)?;
+    let entry = load(config, &memory, &window)?;
+
+    let lifecycle = Arc::new(Lifecycle::new().map_err(host_error("make an eventfd"))?);
+    let vm = Vm::new(kvm, memory, config.halt_poll_ns)?;
+    let (vcpus, vcpu_sources) = make_vcpus(config, &vm, &cpuid, &entry)?;
+    let disk_sources = disks
+        .iter()
+        .enumerate()
+        .map(|(index, block)| DiskSource { name: disk_name(index), device: block.handle() })
+        .collect();
+    let sources =
+        Arc::new(Sources { start: Instant::now(), vcpus: vcpu_sources, disks: disk_sources });
+    let guest = Arc::new(Mutex::new(GuestReport::default()));
+
+    let router = Router::new(Arc::clone(&vm.fd)).map_err(host_error("route interrupts"))?;
+    let console = make_console(config, &router, &lifecycle, reopened)?;
+    let results = make_results(config, &router, &sources, &guest, reopened)?;
+    let pci = make_pci(disks, &vm, &router, window)?;
+    let pio = make_pio(&pci, &lifecycle, Arc::clone(&console), results)?;
+    let mut mmio = MmioBus::new(Arc::clone(&pci));
+    mmio.insert(layout::ECAM_START, layout::ECAM_BYTES, shared(Ecam(pci)))
+        .map_err(machine_error)?;
+
+    let stop = AtomicBool::new(false);
+    let machine = Arc::new(Machine { pio, mmio, memory: vm.memory, lifecycle, stop });
+    Ok(Built { machine, vcpus, console, sources, guest })
+}
+
+fn shared<T: BusDevice + 'static>(device: T) -> Arc<Mutex<dyn BusDevice>> {
+    Arc::new(Mutex::new(device))
+}
+
+fn open_kvm(config: &VmConfig) -> Result<Kvm, BuildError> {
+    let path = std::ffi::CString::new(config.kvm.as_os_str().as_encoded_bytes())
+        .map_err(|_| ConfigError::new("--kvm", config.kvm.display(), "not a path"))?;
+    let kvm = Kvm::new_with_path(&path)
+        .map_err(|error| ConfigError::kvm(&config.kvm, &std::io::Error::from(error)))?;
+    config.check_cpus(kvm.get_max_vcpus())?;
+    Ok(kvm)
+}
+
+/// Opens and locks the disks, in the order of the command line.
+fn open_disks(config: &VmConfig) -> Result<Vec<Block>, BuildError> {
+    let mut first_queue = 0;
+    let mut blocks = Vec::with_capacity(config.disks.len());
+    for (index, disk) in config.disks.iter().enumerate() {
+        let queues = first_queue..first_queue + u32::from(disk.queues);
+        first_queue = queues.end;
+        let pins = queues.map(|queue| config.pin.io.get(&queue).copied()).collect();
+        let block = BlkConfig {
+            name: disk_name(index),
+            io_poll_ns: u64::from(config.io_poll_ns),
+            pin_cpus: pins,
+            ..disk.clone()
+        };
+        let open = Disk::open(&block)?;
+        blocks.push(Block::new(block, open));
+    }
+    Ok(blocks)
+}
+
+/// What a disk is called in thread names and statistics.
+fn disk_name(index: usize) -> String {
+    format!("blk{index}")
+}
+
+/// Physical address bits of the guest's CPU (CPUID 0x8000_0008, EAX bits 7:0).
+fn physical_bits(cpuid: &CpuId) -> u8 {
+    let leaf = cpuid.as_slice().iter().find(|entry| entry.function == 0x8000_0008);
+    leaf.map_or(36, |entry| (entry.eax & 0xff) as u8)
+}
+
+/// Puts kernel, initrd, command line and ACPI tables into guest memory.
+fn load(
+    config: &VmConfig,
+    memory: &GuestMemory,
+    window: &std::ops::Range<u64>,
+) -> Result<Entry, BuildError> {
+    let acpi_config = acpi::AcpiConfig {
+        cpus: config.cpus,
+        com2: config.results.is_some(),
+        pci_mmio64: window.clone(),
+    };
+    let rsdp = acpi::write(memory, &acpi_config)?;
+    let open = |path: &std::path::Path| {
+        File::open(path).map_err(|error| BootError::Read { path: path.to_owned(), error })
+    };
+    let mut kernel = open(&config.kernel)?;
+    let mut initrd = config.initrd.as_deref().map(open).transpose()?;
+    let request = BootRequest {
+        kernel: Image { file: &mut kernel, path: &config.kernel },
+        initrd: initrd
+            .as_mut()
+            .zip(config.initrd.as_deref())
+            .map(|(file, path)| Image { file, path }),
+        protocol: match config.boot {
+            Boot::Auto => BootProtocol::Auto,
+            Boot::Linux64 => BootProtocol::Linux64,
+            Boot::Pvh => BootProtocol::Pvh,
+        },
+        cmdline: &config.cmdline,
+        rsdp,
+    };
+    Ok(boot::load(memory, request)?)
+}
+
+fn make_vcpus(
+    config: &VmConfig,
+    vm: &Vm,
+    supported: &CpuId,
+    entry: &Entry,
+) -> Result<(Vec<Vcpu>, Vec<VcpuSource>), VmError> {
+    let cpuid_config = CpuidConfig {
+        cpus: config.cpus,
+        tsc_deadline_timer: vm.kvm.check_extension(Cap::TscDeadlineTimer),
+        x2apic: true,
+        pmu: false,
+        withheld_kvm_features: 0,
+        dedicated: config.dedicated,
+    };
+    let mut vcpus = Vec::with_capacity(config.cpus as usize);
+    let mut sources = Vec::with_capacity(config.cpus as usize);
+    for index in 0..config.cpus {
+        let fd = vm.fd.create_vcpu(u64::from(index)).map_err(kvm_error("create a vCPU"))?;
+        let cpuid = cpuid::for_vcpu(supported, &cpuid_config, index).map_err(machine_error)?;
+        fd.set_cpuid2(&cpuid).map_err(kvm_error("set a vCPU's CPUID"))?;
+        msrs::set(&fd).map_err(machine_error)?;
+        fd.set_fpu(&regs::fpu()).map_err(kvm_error("set a vCPU's FPU state"))?;
+        if index == 0 {
+            set_boot_registers(&fd, entry)?;
+        }
+        let (counters, tid) = (Arc::default(), Arc::new(AtomicI32::new(0)));
+        sources.push(VcpuSource {
+            index,
+            counters: Arc::clone(&counters),
+            tid: Arc::clone(&tid),
+            kvm: KvmStats::open(&fd).ok(),
+        });
+        let pin_cpu = config.pin.vcpus.get(&index).copied();
+        vcpus.push(Vcpu { index, fd, counters, tid, pin_cpu });
+    }
+    Ok((vcpus, sources))
+}
+
+/// The boot CPU starts in the kernel; the others wait for its INIT and SIPI.
+fn set_boot_registers(fd: &VcpuFd, entry: &Entry) -> Result<(), VmError> {
+    let created = fd.get_sregs().map_err(kvm_error("read a vCPU's registers"))?;
+    fd.set_sregs(&regs::sregs(entry, created)).map_err(kvm_error("set a vCPU's registers"))?;
+    fd.set_regs(&regs::regs(entry)).map_err(kvm_error("set a vCPU's registers"))
+}
+
+/// COM1. Its output is watched for the kernel's last words.
+fn make_console(
+    config: &VmConfig,
+    router: &Router,
+    lifecycle: &Arc<Lifecycle>,
+    reopened: bool,
+) -> Result<Arc<Mutex<SerialPort>>, BuildError> {
+    let sink: Box<dyn Write + Send> = match &config.console {
+        Console::Stdio => Box::new(std::io::stdout()),
+        Console::File(path) => Box::new(open_output("--console", path, reopened)?),
+        Console::Off => Box::new(std::io::sink()),
+    };
+    let irq = router.line(layout::COM1_GSI).map_err(host_error("connect COM1's interrupt"))?;
+    let port = SerialPort::new(irq, sink).watched_by(Box::new(PanicWatcher(Arc::clone(lifecycle))));
+    Ok(Arc::new(Mutex::new(port)))
+}
+
+/// COM2, the results channel, if there is one.
+fn make_results(
+    config: &VmConfig,
+    router: &Router,
+    sources: &Arc<Sources>,
+    report: &Arc<Mutex<GuestReport>>,
+    reopened: bool,
+) -> Result<Option<SerialPort>, BuildError> {
+    let Some(path) = &config.results else { return Ok(None) };
+    let sink = open_output("--results", path, reopened)?;
+    let irq = router.line(layout::COM2_GSI).map_err(host_error("connect COM2's interrupt"))?;
+    let watcher = ChannelWatcher { sources: Arc::clone(sources), report: Arc::clone(report) };
+    Ok(Some(SerialPort::new(irq, Box::new(sink)).watched_by(Box::new(watcher))))
+}
+
+/// Opens a file the guest's output goes to: new, or at its end after a restart.
+fn open_output(
+    option: &'static str,
+    path: &std::path::Path,
+    append: bool,
+) -> Result<File, ConfigError> {
+    let mut options = File::options();
+    let options = if append { options.append(true) } else { options.write(true).truncate(true) };
+    options
+        .create(true)
+        .open(path)
+        .map_err(|error| ConfigError::new(option, path.display(), crate::config::reason(&error)))
+}
+
+/// The PCI bus with a function for each disk.
+fn make_pci(
+    disks: Vec<Block>,
+    vm: &Vm,
+    router: &Arc<Router>,
+    window: std::ops::Range<u64>,
+) -> Result<Arc<PciRoot>, VmError> {
+    let mut pci = PciRoot::new(window.start..=window.end - 1);
+    let binder = Arc::new(IoEventFds(Arc::clone(&vm.fd)));
+    for block in disks {
+        let vectors = block.counters().len() as u16 + 1;
+        let sink = router.sink(vectors).map_err(host_error("make an eventfd"))?;
+        let function =
+            VirtioPci::new(Box::new(block), Arc::clone(&vm.memory), sink, Arc::clone(&binder) as _)
+                .map_err(machine_error)?;
+        pci.add(Arc::new(Mutex::new(function))).map_err(machine_error)?;
+    }
+    Ok(Arc::new(pci))
+}
+
+/// All I/O ports.
+fn make_pio(
+    pci: &Arc<PciRoot>,
+    lifecycle: &Arc<Lifecycle>,
+    console: Arc<Mutex<SerialPort>>,
+    results: Option<SerialPort>,
+) -> Result<PioBus, VmError> {
+    let life = Arc::clone(lifecycle);
+    let events: PowerSink = Arc::new(move |event| life.power_event(event));
+    let mut pio = PioBus::new();
+    let mut insert = |start, ports, device| pio.insert(start, ports, device).map_err(machine_error);
+    insert(layout::COM1_PORT, serial::PORTS, console)?;
+    if let Some(results) = results {
+        insert(layout::COM2_PORT, serial::PORTS, shared(results))?;
+    }
+    insert(power::I8042_PORT, 1, shared(I8042(Arc::clone(&events))))?;
+    insert(
+        power::ACPI_POWER_PORT,
+        power::ACPI_POWER_PORTS,
+        shared(AcpiPower(Arc::clone(&events))),
+    )?;
+    insert(power::PVPANIC_PORT, 1, shared(PvPanic(events)))?;
+    insert(layout::PCI_CONFIG_PORT, 8, shared(ConfigPorts(Arc::clone(pci))))?;
+    Ok(pio)
+}

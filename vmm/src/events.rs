@@ -1,0 +1,153 @@
+//! What the main thread waits for while the vCPUs run: the end, a signal, the user's keys.
+
+use std::io;
+use std::mem;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use devices::serial::SerialPort;
+
+use crate::lifecycle::{End, Lifecycle};
+use crate::terminal::{Escape, Typed};
+
+/// The signals that end Pollux in order.
+const SIGNALS: [(libc::c_int, &str); 4] = [
+    (libc::SIGTERM, "SIGTERM"),
+    (libc::SIGINT, "SIGINT"),
+    (libc::SIGHUP, "SIGHUP"),
+    (libc::SIGQUIT, "SIGQUIT"),
+];
+/// How soon keys are offered again to a serial port that was full.
+const RETRY: Duration = Duration::from_millis(2);
+
+/// Signals as a file. They are blocked in every thread that is started afterwards.
+pub struct Signals(OwnedFd);
+
+impl Signals {
+    /// Blocks the ending signals and opens them as a file. Call before any thread starts.
+    ///
+    /// # Errors
+    /// The host refused.
+    pub fn open() -> io::Result<Self> {
+        // SAFETY: an all-zero sigset_t is valid storage; sigemptyset makes it a set. Only this
+        // local is written.
+        let set = unsafe {
+            let mut set: libc::sigset_t = mem::zeroed();
+            libc::sigemptyset(&mut set);
+            for (signal, _) in SIGNALS {
+                libc::sigaddset(&mut set, signal);
+            }
+            set
+        };
+        // SAFETY: `set` is a valid set; no old set is asked for.
+        let status = unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut()) };
+        if status != 0 {
+            return Err(io::Error::from_raw_os_error(status));
+        }
+        // SAFETY: `set` is a valid set.
+        let fd = unsafe { libc::signalfd(-1, &set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: just returned by the kernel, owned by nobody else.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
+    }
+
+    /// The name of the signal that came, if one did.
+    fn next(&self) -> Option<&'static str> {
+        let mut info = [0u8; mem::size_of::<libc::signalfd_siginfo>()];
+        // SAFETY: the buffer is as long as said.
+        let got = unsafe { libc::read(self.0.as_raw_fd(), info.as_mut_ptr().cast(), info.len()) };
+        if got != info.len() as isize {
+            return None;
+        }
+        // The number is the first field.
+        let number = i32::from_ne_bytes([info[0], info[1], info[2], info[3]]);
+        SIGNALS.iter().find(|&&(signal, _)| signal == number).map(|&(_, name)| name)
+    }
+}
+
+/// The user's keys on their way to the console.
+#[derive(Default)]
+struct Keys {
+    escape: Escape,
+    waiting: Vec<u8>,
+    closed: bool,
+}
+
+impl Keys {
+    /// Reads what was typed; `false`: the user leaves.
+    fn read(&mut self) -> bool {
+        let mut bytes = [0; 256];
+        // Not `io::stdin()`: what its buffer holds, poll does not see.
+        // SAFETY: the buffer is as long as said.
+        let got = unsafe { libc::read(libc::STDIN_FILENO, bytes.as_mut_ptr().cast(), bytes.len()) };
+        match usize::try_from(got) {
+            Ok(0) => self.closed = true,
+            Ok(count) => match self.escape.filter(bytes.get(..count).unwrap_or_default()) {
+                Typed::Guest(bytes) => self.waiting.extend(bytes),
+                Typed::Leave => return false,
+            },
+            Err(_) => self.closed = io::Error::last_os_error().kind() != io::ErrorKind::Interrupted,
+        }
+        true
+    }
+
+    /// Hands the serial port as much as it takes.
+    fn offer(&mut self, console: &Mutex<SerialPort>) {
+        if !self.waiting.is_empty() {
+            let taken =
+                console.lock().unwrap_or_else(PoisonError::into_inner).enqueue(&self.waiting);
+            self.waiting.drain(..taken.min(self.waiting.len()));
+        }
+    }
+}
+
+/// Waits until the run has ended, passing keys to `console` (if it is on stdio) meanwhile.
+///
+/// # Errors
+/// The host refused to wait.
+pub fn wait(
+    lifecycle: &Lifecycle,
+    signals: &Signals,
+    console: Option<&Mutex<SerialPort>>,
+) -> io::Result<End> {
+    let mut keys = Keys::default();
+    loop {
+        if let Some(end) = lifecycle.ended() {
+            return Ok(end);
+        }
+        let listen = console.is_some() && !keys.closed && keys.waiting.is_empty();
+        let stdin = if listen { libc::STDIN_FILENO } else { -1 };
+        let retry = (!keys.waiting.is_empty()).then_some(RETRY);
+        let ready = poll([lifecycle.wake().as_raw_fd(), signals.0.as_raw_fd(), stdin], retry)?;
+        if ready[1]
+            && let Some(name) = signals.next()
+        {
+            lifecycle.finish(End::Stopped(name.into()));
+        }
+        if ready[2] && !keys.read() {
+            lifecycle.finish(End::Stopped("the user (Ctrl-A x)".into()));
+        }
+        if let Some(console) = console {
+            keys.offer(console);
+        }
+    }
+}
+
+/// Waits for any of `fds` (negative ones are passed over) or the timeout.
+fn poll<const N: usize>(fds: [RawFd; N], timeout: Option<Duration>) -> io::Result<[bool; N]> {
+    let mut polled = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
+    let timeout_ms = timeout.map_or(-1, |timeout| timeout.as_millis() as libc::c_int);
+    // SAFETY: the array is as long as said.
+    let count = unsafe { libc::poll(polled.as_mut_ptr(), N as libc::nfds_t, timeout_ms) };
+    if count < 0 {
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+        return Ok([false; N]);
+    }
+    Ok(polled.map(|fd| fd.revents != 0))
+}

@@ -1,0 +1,248 @@
+//! What a run cost, both sides, as one JSON document: counters of exits, halts, kicks, interrupts
+//! and requests, CPU time of every vCPU and worker thread, and what the guest reported. Documented
+//! field by field in `docs/measuring.md`.
+
+pub mod channel;
+pub mod kvm;
+pub mod threads;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::Instant;
+
+use serde::Serialize;
+use serde_json::{Value as Json, json};
+use virtio_blk::BlockHandle;
+
+use crate::config::VmConfig;
+use crate::lifecycle::End;
+use crate::vcpu::run::ExitCounters;
+use channel::GuestReport;
+use kvm::{KvmStats, Value, Values};
+use threads::ThreadCost;
+
+/// The version of the report's fields.
+pub const SCHEMA: u32 = 1;
+
+/// Parameters of halt polling that belong to the host's module.
+pub const HALT_POLL_PARAMETERS: [&str; 4] =
+    ["halt_poll_ns", "halt_poll_ns_grow", "halt_poll_ns_grow_start", "halt_poll_ns_shrink"];
+
+/// Where one vCPU's figures come from.
+pub struct VcpuSource {
+    /// Its number.
+    pub index: u32,
+    /// Exits to userspace.
+    pub counters: Arc<ExitCounters>,
+    /// Its thread; 0 until it runs.
+    pub tid: Arc<AtomicI32>,
+    /// KVM's own statistics, where this KVM has them.
+    pub kvm: Option<KvmStats>,
+}
+
+/// Where one disk's figures come from.
+pub struct DiskSource {
+    /// `blk0`.
+    pub name: String,
+    /// The device, seen from outside.
+    pub device: BlockHandle,
+}
+
+/// Where all figures come from. Reading them disturbs no hot path.
+pub struct Sources {
+    /// When the VM was assembled.
+    pub start: Instant,
+    /// The vCPUs.
+    pub vcpus: Vec<VcpuSource>,
+    /// The disks.
+    pub disks: Vec<DiskSource>,
+}
+
+/// All figures at one moment.
+#[derive(Clone, Debug, Serialize)]
+pub struct Snapshot {
+    /// Since the VM was assembled, in nanoseconds.
+    pub time_ns: u64,
+    /// One a vCPU.
+    pub vcpus: Vec<VcpuFigures>,
+    /// One a queue of every disk.
+    pub queues: Vec<QueueFigures>,
+    /// One a worker thread.
+    pub workers: Vec<WorkerFigures>,
+}
+
+/// One vCPU.
+#[derive(Clone, Debug, Serialize)]
+pub struct VcpuFigures {
+    /// `vcpu0`.
+    pub name: String,
+    /// Exits by reason: KVM's own counts (all exits are `exits`) and, as `userspace_*`, those that
+    /// reached Pollux.
+    pub exits: BTreeMap<String, u64>,
+    /// Halts, with the names of KVM's statistics.
+    pub halt: Values,
+    /// What its thread cost.
+    #[serde(flatten)]
+    pub cost: ThreadCost,
+}
+
+/// One queue.
+#[derive(Clone, Debug, Serialize)]
+pub struct QueueFigures {
+    /// `blk0`.
+    pub disk: String,
+    /// The queue's number.
+    pub queue: usize,
+    /// Notifications by the driver.
+    pub kicks: u64,
+    /// Work found without one.
+    pub kicks_suppressed: u64,
+    /// Requests completed.
+    pub requests: u64,
+    /// Bytes from the disk.
+    pub bytes_read: u64,
+    /// Bytes to the disk.
+    pub bytes_written: u64,
+    /// Flushes completed.
+    pub flushes: u64,
+    /// Requests that ended with IOERR or UNSUPP.
+    pub errors: u64,
+    /// Notifications by the device.
+    pub interrupts: u64,
+    /// Publications that needed none.
+    pub interrupts_suppressed: u64,
+}
+
+/// One worker thread.
+#[derive(Clone, Debug, Serialize)]
+pub struct WorkerFigures {
+    /// `blk0-q0`.
+    pub name: String,
+    /// Times it slept.
+    pub sleeps: u64,
+    /// Poll windows that saw work.
+    pub polls_hit: u64,
+    /// Poll windows that ended without.
+    pub polls_missed: u64,
+    /// What its thread cost.
+    #[serde(flatten)]
+    pub cost: ThreadCost,
+}
+
+impl Sources {
+    /// Reads all figures now.
+    pub fn snapshot(&self) -> Snapshot {
+        let vcpus = self.vcpus.iter().map(VcpuSource::figures).collect();
+        let queues = self.disks.iter().flat_map(DiskSource::queue_figures).collect();
+        let workers = self.disks.iter().flat_map(DiskSource::worker_figures).collect();
+        Snapshot { time_ns: self.start.elapsed().as_nanos() as u64, vcpus, queues, workers }
+    }
+}
+
+impl VcpuSource {
+    fn figures(&self) -> VcpuFigures {
+        let cost = threads::cost_of(self.tid.load(Ordering::Relaxed)).unwrap_or_default();
+        let kvm = self.kvm.as_ref().and_then(|kvm| kvm.read().ok()).unwrap_or_default();
+        let mut exits = BTreeMap::new();
+        let mut halt = Values::new();
+        for (name, value) in kvm {
+            match value {
+                _ if name.starts_with("halt_") && name != "halt_exits" => {
+                    halt.insert(name, value);
+                }
+                Value::Number(n) if name == "exits" || name.ends_with("_exits") => {
+                    exits.insert(name, n);
+                }
+                _ => {}
+            }
+        }
+        let own = &self.counters;
+        for (name, counter) in [
+            ("userspace_io_in", &own.io_in),
+            ("userspace_io_out", &own.io_out),
+            ("userspace_mmio_read", &own.mmio_read),
+            ("userspace_mmio_write", &own.mmio_write),
+            ("userspace_hlt", &own.hlt),
+            ("userspace_intr", &own.intr),
+            ("userspace_other", &own.other),
+        ] {
+            exits.insert(name.to_owned(), counter.get());
+        }
+        VcpuFigures { name: format!("vcpu{}", self.index), exits, halt, cost }
+    }
+}
+
+impl DiskSource {
+    fn queue_figures(&self) -> impl Iterator<Item = QueueFigures> {
+        self.device.counters().iter().enumerate().map(|(queue, counters)| QueueFigures {
+            disk: self.name.clone(),
+            queue,
+            kicks: counters.kicks.get(),
+            kicks_suppressed: counters.kicks_suppressed.get(),
+            requests: counters.requests.get(),
+            bytes_read: counters.bytes_read.get(),
+            bytes_written: counters.bytes_written.get(),
+            flushes: counters.flushes.get(),
+            errors: counters.errors.get(),
+            interrupts: counters.interrupts.get(),
+            interrupts_suppressed: counters.interrupts_suppressed.get(),
+        })
+    }
+
+    fn worker_figures(&self) -> impl Iterator<Item = WorkerFigures> {
+        let tids = self.device.worker_tids();
+        self.device.counters().iter().zip(tids).enumerate().map(|(queue, (counters, tid))| {
+            WorkerFigures {
+                name: format!("{}-q{queue}", self.name),
+                sleeps: counters.sleeps.get(),
+                polls_hit: counters.polls_hit.get(),
+                polls_missed: counters.polls_missed.get(),
+                cost: threads::cost_of(tid).unwrap_or_default(),
+            }
+        })
+    }
+}
+
+/// The whole document.
+pub fn report(config: &VmConfig, guest: &GuestReport, last: &Snapshot, end: &End) -> Json {
+    json!({
+        "schema": SCHEMA,
+        "config": config,
+        "host": host(),
+        "end": { "how": end, "exit_status": end.exit_status() },
+        "time_ns": last.time_ns,
+        "vcpus": last.vcpus,
+        "queues": last.queues,
+        "workers": last.workers,
+        "guest": guest.lines,
+        "guest_exit_status": guest.exit_status,
+        "marks": guest.marks,
+    })
+}
+
+/// What the host is: the kernel, the CPU and KVM's halt-polling parameters.
+fn host() -> Json {
+    let line = |path: &str| fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
+    let cpu = line("/proc/cpuinfo").and_then(|text| {
+        let found = text.lines().find(|line| line.starts_with("model name"))?;
+        Some(found.split_once(':')?.1.trim().to_owned())
+    });
+    let parameters: BTreeMap<&str, Option<u64>> = HALT_POLL_PARAMETERS
+        .into_iter()
+        .map(|name| {
+            let value = line(&format!("/sys/module/kvm/parameters/{name}"));
+            (name, value.and_then(|text| text.parse().ok()))
+        })
+        .collect();
+    let kvm_module = ["kvm_amd", "kvm_intel", "kvm_pvm"]
+        .into_iter()
+        .find(|name| fs::exists(format!("/sys/module/{name}")).unwrap_or(false));
+    json!({
+        "kernel": line("/proc/sys/kernel/osrelease"),
+        "cpu": cpu,
+        "kvm_module": kvm_module,
+        "kvm_parameters": parameters,
+    })
+}

@@ -1,0 +1,7 @@
+//! vCPU threads: [`run`] is the KVM_RUN loop, [`kick`] gets a thread out of it, [`halt`] is what
+//! happens when the guest has nothing to do.
+
+pub mod emulation;
+pub mod halt;
+pub mod kick;
+pub mod run;
