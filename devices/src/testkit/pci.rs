@@ -315,9 +315,12 @@ impl<D: PciDevice> PciDriver<D> {
     /// The guest physical address of a queue's notification register; the BAR must be mapped.
     pub fn notify_address(&mut self, queue: u16) -> u64 {
         let offset = self.notify_offset(queue);
+        self.bar_address().expect("a mapped BAR") + self.notify.offset + offset
+    }
+
+    fn bar_address(&self) -> Option<u64> {
         let mapped = self.device.mapped_bars();
-        let bar = mapped.iter().find(|mapping| mapping.bar == self.notify.bar);
-        bar.expect("a mapped BAR").address + self.notify.offset + offset
+        Some(mapped.iter().find(|mapping| mapping.bar == self.notify.bar)?.address)
     }
 
     fn notify_offset(&mut self, queue: u16) -> u64 {
@@ -327,14 +330,13 @@ impl<D: PciDevice> PciDriver<D> {
 
     /// Kicks a queue, through the notifier if the address is bound there.
     pub fn kick(&mut self, queue: u16) {
-        if let Some(notifier) = self.notifier.clone() {
-            let address = self.notify_address(queue);
-            if notifier.write(address) {
-                return;
-            }
+        let offset = self.notify.offset + self.notify_offset(queue);
+        if let (Some(notifier), Some(bar)) = (&self.notifier, self.bar_address())
+            && notifier.write(bar + offset)
+        {
+            return;
         }
-        let offset = self.notify_offset(queue);
-        self.write(self.notify, offset, &queue.to_le_bytes());
+        self.device.write_bar(self.notify.bar, offset, &queue.to_le_bytes());
     }
 
     /// Reads the ISR status, which clears it.

@@ -167,10 +167,11 @@ impl CommonConfig {
     /// Reads at `at` bytes into the structure; what lies outside reads as zero. `generation` is
     /// the device configuration's.
     pub fn read(&self, at: u64, data: &mut [u8], generation: u8) {
+        data.fill(0);
         let image = self.image(generation);
-        for (byte, at) in data.iter_mut().zip(at..) {
-            let at = usize::try_from(at).unwrap_or(usize::MAX);
-            *byte = image.get(at).copied().unwrap_or(0);
+        let start = usize::try_from(at).unwrap_or(usize::MAX);
+        for (byte, value) in data.iter_mut().zip(image.iter().skip(start)) {
+            *byte = *value;
         }
     }
 

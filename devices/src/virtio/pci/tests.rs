@@ -1,1 +1,126 @@
-//! Tests of the transport.
+//! Tests of the transport with a device that does next to nothing.
+
+mod garbage;
+mod rules;
+
+use std::sync::{Mutex, MutexGuard};
+
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+
+use super::*;
+use crate::testkit::{self, Driver, Notifier, PciDriver, RecordingSink, common};
+
+const VERSION_1: u64 = 1 << VIRTIO_F_VERSION_1;
+const OFFERED: u64 = VERSION_1 | 1 << 5 | 1 << 28 | 1 << 29;
+const MAX_SIZES: [u16; 2] = [256, 8];
+const RAM_BYTES: usize = 1 << 20;
+const RINGS: u64 = 0x1000;
+const BAR_ADDRESS: u64 = 0x40_0000_0000;
+
+const ACKNOWLEDGE: u8 = 1;
+const DRIVER: u8 = 2;
+const DRIVER_OK: u8 = 4;
+const FEATURES_OK: u8 = 8;
+const NEEDS_RESET: u8 = 64;
+
+/// What the dummy was told, and what it does.
+#[derive(Default)]
+struct State {
+    active: Option<Activation>,
+    activations: usize,
+    resets: usize,
+    refuse: bool,
+    /// Signals everything while it is being reset.
+    noisy_reset: bool,
+    config: [u8; 8],
+    config_writes: Vec<(u64, u64, Vec<u8>)>,
+    generation: u8,
+}
+
+#[derive(Clone, Default)]
+struct Dummy(Arc<Mutex<State>>);
+
+impl Dummy {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap()
+    }
+}
+
+impl VirtioDevice for Dummy {
+    fn device_type(&self) -> u32 {
+        VIRTIO_ID_BLOCK
+    }
+
+    fn queue_max_sizes(&self) -> &[u16] {
+        &MAX_SIZES
+    }
+
+    fn features(&self) -> u64 {
+        OFFERED
+    }
+
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        let config = self.state().config;
+        for (byte, at) in data.iter_mut().zip(offset..) {
+            *byte = config.get(at as usize).copied().unwrap_or(0);
+        }
+    }
+
+    fn write_config(&mut self, features: u64, offset: u64, data: &[u8]) {
+        self.state().config_writes.push((features, offset, data.to_vec()));
+    }
+
+    fn config_generation(&self) -> u8 {
+        self.state().generation
+    }
+
+    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        let mut state = self.state();
+        assert!(state.active.is_none(), "activated twice without a reset");
+        assert!(!activation.queues.is_empty());
+        state.activations += 1;
+        if state.refuse {
+            return Err(io::Error::other("refused").into());
+        }
+        state.active = Some(activation);
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        let mut state = self.state();
+        state.resets += 1;
+        if let (true, Some(active)) = (state.noisy_reset, &state.active) {
+            active.queues.iter().for_each(|queue| queue.signal.signal());
+            active.device.needs_reset();
+        }
+        state.active = None;
+    }
+}
+
+struct Machine {
+    pci: PciDriver<VirtioPci>,
+    device: Dummy,
+    sink: Arc<RecordingSink>,
+    notifier: Arc<Notifier>,
+    memory: GuestMemory,
+}
+
+fn machine() -> Machine {
+    let memory = testkit::memory(RAM_BYTES);
+    let device = Dummy::default();
+    let (sink, notifier) = (RecordingSink::new(), Notifier::new());
+    let transport =
+        VirtioPci::new(Box::new(device.clone()), memory.clone(), sink.clone(), notifier.clone());
+    let pci = PciDriver::new(transport.unwrap(), Some(notifier.clone()));
+    Machine { pci, device, sink, notifier, memory }
+}
+
+impl Machine {
+    /// Mapped, with both queues started.
+    fn started() -> (Machine, Vec<Driver>) {
+        let mut machine = machine();
+        machine.pci.map(BAR_ADDRESS);
+        let (_, drivers) = machine.pci.start(&machine.memory.clone(), RINGS, &[16, 8], OFFERED);
+        (machine, drivers)
+    }
+}

@@ -1,1 +1,37 @@
-//! Tests of split queues.
+//! Tests of split queues, by what they are about.
+
+mod chains;
+mod events;
+mod hostile;
+
+use vm_memory::{GuestAddress, GuestMemoryBackend};
+
+use super::*;
+use crate::testkit::{self, Arena, Buf, Driver, RawDescriptor};
+
+const INDIRECT: u64 = 1 << VIRTIO_RING_F_INDIRECT_DESC;
+const EVENT_IDX: u64 = 1 << VIRTIO_RING_F_EVENT_IDX;
+const RAM_BYTES: usize = 1 << 20;
+const RINGS: u64 = 0x1000;
+/// Where the tests' buffers are, behind the rings of any queue of theirs.
+const BUFFERS: u64 = 0x8_0000;
+
+/// A queue of `size`, its driver, and room for buffers.
+fn setup(size: u16, features: u64) -> (Driver, Queue, Arena, GuestMemory) {
+    let memory = testkit::memory(RAM_BYTES);
+    let driver = Driver::new(&memory, RINGS, size, features);
+    assert!(driver.end() <= BUFFERS);
+    let queue = driver.device_queue();
+    let arena = Arena::new(&memory, BUFFERS);
+    (driver, queue, arena, memory)
+}
+
+/// What a buffer is on the host.
+fn host(memory: &GuestMemory, address: u64, len_bytes: usize) -> (usize, usize) {
+    let at = memory.get_host_address(GuestAddress(address)).unwrap();
+    (at.addr(), len_bytes)
+}
+
+fn seen(bufs: &[GuestBuf]) -> Vec<(usize, usize)> {
+    bufs.iter().map(|buf| (buf.as_ptr().addr(), buf.len_bytes())).collect()
+}

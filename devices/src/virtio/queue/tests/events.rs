@@ -1,0 +1,180 @@
+//! Event suppression: who is told of what, and that nobody sleeps on it.
+
+use std::sync::mpsc;
+
+use proptest::prelude::*;
+
+use super::*;
+
+/// Adds one chain, pops it and pushes it; not published.
+fn one(driver: &mut Driver, queue: &mut Queue, chain: &mut Chain) {
+    driver.add(&[Buf::writable(BUFFERS, 1)]);
+    driver.publish();
+    assert_eq!(queue.pop(chain), Ok(true));
+    queue.push(chain.head(), 1);
+}
+
+#[test]
+fn the_flag_decides_about_interrupts_without_event_idx() {
+    let (mut driver, mut queue, _, _) = setup(8, 0);
+    let mut chain = Chain::new();
+    for wanted in [true, false, true] {
+        driver.want_interrupts(wanted);
+        one(&mut driver, &mut queue, &mut chain);
+        assert_eq!(queue.publish(), wanted);
+        assert!(!queue.publish(), "nothing was pushed since");
+    }
+}
+
+#[test]
+fn the_flag_says_nothing_with_event_idx() {
+    let (mut driver, mut queue, _, _) = setup(8, EVENT_IDX);
+    driver.set_available_flags(1);
+    one(&mut driver, &mut queue, &mut Chain::new());
+    assert!(queue.publish(), "used_event is 0, and index 0 was used");
+}
+
+#[test]
+fn a_batch_is_one_decision_by_whether_it_passed_used_event() {
+    for (event, interrupt) in [(0, false), (1, false), (2, true), (3, true), (4, true), (5, false)]
+    {
+        let (mut driver, mut queue, _, _) = setup(8, EVENT_IDX);
+        let mut chain = Chain::new();
+        for _ in 0..2 {
+            one(&mut driver, &mut queue, &mut chain);
+        }
+        queue.publish();
+        driver.set_used_event(event);
+        for _ in 0..3 {
+            one(&mut driver, &mut queue, &mut chain);
+        }
+        assert_eq!(driver.used_index(), 2, "the batch is not visible yet");
+        assert_eq!(queue.publish(), interrupt, "used_event {event}, indices 2 to 4 used");
+        assert_eq!(driver.used_index(), 5);
+    }
+}
+
+#[test]
+fn kicks_are_switched_by_the_flag_without_event_idx() {
+    let (driver, mut queue, _, _) = setup(8, 0);
+    assert_eq!(driver.used_flags(), 0);
+    queue.disable_kicks();
+    queue.disable_kicks();
+    assert_eq!(driver.used_flags(), 1);
+    assert!(!queue.enable_kicks());
+    assert_eq!(driver.used_flags(), 0);
+}
+
+#[test]
+fn kicks_are_asked_for_by_avail_event_with_event_idx() {
+    let (mut driver, mut queue, _, _) = setup(8, EVENT_IDX);
+    let mut chain = Chain::new();
+    driver.add(&[Buf::readable(BUFFERS, 1)]);
+    assert!(driver.publish(), "the first chain is kicked for");
+    queue.disable_kicks();
+    assert_eq!(queue.pop(&mut chain), Ok(true));
+    driver.add(&[Buf::readable(BUFFERS, 1)]);
+    assert!(!driver.publish(), "the event index is behind");
+    assert_eq!(driver.used_flags(), 0, "the flag is not used");
+    assert_eq!(queue.pop(&mut chain), Ok(true));
+    assert!(!queue.enable_kicks());
+    assert_eq!(driver.kick_event(), 2);
+    driver.add(&[Buf::readable(BUFFERS, 1)]);
+    assert!(driver.publish());
+}
+
+#[test]
+fn enabling_kicks_tells_of_what_came_meanwhile() {
+    for features in [0, EVENT_IDX] {
+        let (mut driver, mut queue, _, _) = setup(8, features);
+        let mut chain = Chain::new();
+        queue.disable_kicks();
+        driver.add(&[Buf::readable(BUFFERS, 1)]);
+        driver.publish();
+        assert_eq!(queue.pop(&mut chain), Ok(true));
+        assert_eq!(queue.pop(&mut chain), Ok(false));
+        driver.add(&[Buf::readable(BUFFERS, 1)]);
+        assert!(!driver.publish(), "no kick comes for this one");
+        assert!(queue.enable_kicks());
+        assert_eq!(queue.pop(&mut chain), Ok(true));
+        assert!(!queue.enable_kicks());
+    }
+}
+
+/// A device thread and a driver thread, each of which sleeps for good unless the other tells it:
+/// a single lost kick or interrupt ends in the time-out.
+fn nobody_sleeps_on_work(features: u64) {
+    const CHAINS: usize = 40_000;
+    let (mut driver, mut queue, _, _) = setup(8, features);
+    let (kick, kicked) = mpsc::channel();
+    let (interrupt, interrupted) = mpsc::channel();
+    let device = std::thread::spawn(move || {
+        let mut chain = Chain::new();
+        let mut done = 0;
+        while done < CHAINS {
+            queue.disable_kicks();
+            while queue.pop(&mut chain).unwrap() {
+                queue.push(chain.head(), 1);
+                done += 1;
+                if done.is_multiple_of(3) && queue.publish() {
+                    interrupt.send(()).unwrap();
+                }
+            }
+            if queue.publish() {
+                interrupt.send(()).unwrap();
+            }
+            if done < CHAINS && !queue.enable_kicks() {
+                kicked.recv_timeout(testkit::TIMEOUT).expect("a kick was lost");
+            }
+        }
+        // Kicks may still be sent until the driver is done.
+        kicked
+    });
+    let (mut added, mut taken) = (0, 0);
+    while taken < CHAINS {
+        driver.want_interrupts(false);
+        while added < CHAINS && driver.free() > 0 {
+            driver.add(&[Buf::writable(BUFFERS, 1)]);
+            added += 1;
+            if driver.publish() {
+                kick.send(()).unwrap();
+            }
+        }
+        let before = taken;
+        while driver.take_used().is_some() {
+            taken += 1;
+        }
+        if taken == before {
+            driver.want_interrupts(true);
+            if driver.used_index() == taken as u16 {
+                interrupted.recv_timeout(testkit::TIMEOUT).expect("an interrupt was lost");
+            }
+        }
+    }
+    device.join().unwrap();
+}
+
+#[test]
+fn nobody_sleeps_on_work_with_flags() {
+    nobody_sleeps_on_work(0);
+}
+
+#[test]
+fn nobody_sleeps_on_work_with_event_idx() {
+    nobody_sleeps_on_work(EVENT_IDX);
+}
+
+proptest! {
+    /// The rule in one subtraction agrees with counting through the indices.
+    #[test]
+    fn an_event_is_needed_when_its_index_was_passed(
+        old in any::<u16>(),
+        count in prop_oneof![3 => 0u16..20, 1 => any::<u16>()],
+        ahead in prop_oneof![3 => 0u16..40, 1 => any::<u16>()],
+    ) {
+        let new = old.wrapping_add(count);
+        let event = old.wrapping_sub(10).wrapping_add(ahead);
+        let passed = (0..count).any(|i| old.wrapping_add(i) == event);
+        prop_assert_eq!(need_event(event, new, old), passed);
+    }
+}
