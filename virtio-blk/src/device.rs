@@ -1,0 +1,285 @@
+//! The block device as the transport sees it, and as the monitor does.
+
+use std::io;
+use std::os::unix::thread::JoinHandleExt as _;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::thread::JoinHandle;
+
+use devices::virtio::signal::DeviceSignal;
+use devices::virtio::stats::QueueCounters;
+use devices::virtio::{ActivateError, Activation, ActiveQueue, VirtioDevice};
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::config::{BlkConfig, CacheMode, ConfigSpace, SECTOR_BYTES, features};
+use crate::disk::Disk;
+use crate::engine;
+use crate::request::Limits;
+use crate::worker::{Poll, Worker};
+
+/// The device ID of a block device (virtio 1.2, 5.2.1).
+const DEVICE_TYPE: u32 = 2;
+
+/// What the device, its workers and its handles have in common.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    disk: Arc<Disk>,
+    pub(crate) capacity_sectors: AtomicU64,
+    /// The `writeback` field of the configuration space.
+    pub(crate) writeback: AtomicBool,
+    counters: Vec<Arc<QueueCounters>>,
+    /// Thread ids of the workers, in order of their queues.
+    tids: Mutex<Vec<i32>>,
+}
+
+/// A virtio block device.
+pub struct Block {
+    config: BlkConfig,
+    space: ConfigSpace,
+    features: u64,
+    queue_sizes: Vec<u16>,
+    generation: u8,
+    shared: Arc<Shared>,
+    running: Vec<Running>,
+    signal: Option<DeviceSignal>,
+}
+
+/// A worker, and how to stop it.
+struct Running {
+    thread: JoinHandle<()>,
+    stop: Arc<AtomicBool>,
+    kick: EventFd,
+}
+
+/// Watches a device from outside, while the transport owns it.
+#[derive(Clone, Debug)]
+pub struct BlockHandle(Arc<Shared>);
+
+impl BlockHandle {
+    /// See [`Block::counters`].
+    pub fn counters(&self) -> &[Arc<QueueCounters>] {
+        &self.0.counters
+    }
+
+    /// See [`Block::worker_tids`].
+    pub fn worker_tids(&self) -> Vec<i32> {
+        self.0.tids.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Puts what the guest has written on stable storage. Writes still under way may be missed:
+    /// stop the guest first.
+    ///
+    /// # Errors
+    /// What the system said; data may be lost.
+    pub fn flush(&self) -> io::Result<()> {
+        self.0.disk.sync()
+    }
+}
+
+impl Block {
+    /// A device for an open disk, not yet active. `config` is the one the disk was opened with.
+    pub fn new(config: BlkConfig, disk: Disk) -> Block {
+        let capacity_sectors = disk.size_bytes().unwrap_or(0) / SECTOR_BYTES;
+        Block {
+            space: ConfigSpace::new(&config, &disk),
+            features: features(&config, &disk),
+            queue_sizes: vec![config.queue_size; usize::from(config.queues)],
+            generation: 0,
+            shared: Arc::new(Shared {
+                disk: Arc::new(disk),
+                capacity_sectors: AtomicU64::new(capacity_sectors),
+                writeback: AtomicBool::new(config.cache == CacheMode::Writeback),
+                counters: (0..config.queues).map(|_| Arc::default()).collect(),
+                tids: Mutex::default(),
+            }),
+            running: Vec::new(),
+            signal: None,
+            config,
+        }
+    }
+
+    /// The counters of each queue, which go on counting over resets.
+    pub fn counters(&self) -> &[Arc<QueueCounters>] {
+        &self.shared.counters
+    }
+
+    /// The host's thread ids of the workers, in order of their queues; empty while the device is
+    /// not active. Their CPU time is in `/proc/self/task/TID/`.
+    pub fn worker_tids(&self) -> Vec<i32> {
+        self.handle().worker_tids()
+    }
+
+    /// Watches the device after it has been given away.
+    pub fn handle(&self) -> BlockHandle {
+        BlockHandle(self.shared.clone())
+    }
+
+    /// Looks at the disk's size again. If it changed, the driver sees the new capacity and a new
+    /// generation, and is told (virtio 1.2, 5.2.6.2). Gives whether it changed.
+    ///
+    /// # Errors
+    /// The size cannot be told; then nothing has changed.
+    pub fn rescan(&mut self) -> io::Result<bool> {
+        let sectors = self.shared.disk.size_bytes()? / SECTOR_BYTES;
+        if self.shared.capacity_sectors.swap(sectors, Ordering::SeqCst) == sectors {
+            return Ok(false);
+        }
+        self.generation = self.generation.wrapping_add(1);
+        if let Some(signal) = &self.signal {
+            signal.config_changed();
+        }
+        Ok(true)
+    }
+
+    /// Ends the device: stops the workers and puts everything written on stable storage.
+    ///
+    /// # Errors
+    /// What the system said; data may be lost.
+    pub fn shutdown(&mut self) -> io::Result<()> {
+        self.reset();
+        if self.config.readonly { Ok(()) } else { self.shared.disk.sync() }
+    }
+
+    /// Starts the worker of one queue, bound to its CPU, and gives its thread id.
+    fn start(
+        &mut self,
+        active: ActiveQueue,
+        memory: &devices::GuestMemory,
+        negotiated: u64,
+        device: &DeviceSignal,
+    ) -> io::Result<i32> {
+        let ActiveQueue { index, queue, kick, signal } = active;
+        let counters = self.shared.counters.get(usize::from(index)).cloned();
+        let counters = counters.ok_or(io::ErrorKind::InvalidInput)?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let limits = Limits {
+            capacity_sectors: 0,
+            readonly: self.config.readonly,
+            features: negotiated,
+            writeback: false,
+            id: self.config.id(),
+        };
+        let (shared, memory, device) = (self.shared.clone(), memory.clone(), device.clone());
+        let (worker_stop, worker_kick) = (stop.clone(), kick.try_clone()?);
+        let (engine_kind, io_poll_ns) = (self.config.engine, self.config.io_poll_ns);
+        let (tell, told) = mpsc::sync_channel(1);
+        let thread = std::thread::Builder::new()
+            .name(format!("{}-q{index}", self.config.name))
+            .spawn(move || {
+                // SAFETY: takes nothing and cannot fail.
+                let _ = tell.send(unsafe { libc::gettid() });
+                drop(tell);
+                Worker {
+                    engine: engine::new(engine_kind, &shared.disk, &memory, queue.size()),
+                    queue,
+                    kick: worker_kick,
+                    signal,
+                    device,
+                    counters,
+                    shared,
+                    limits,
+                    stop: worker_stop,
+                    poll: Poll::new(io_poll_ns),
+                    spare: Vec::new(),
+                    done: Vec::new(),
+                }
+                .run();
+            })?;
+        let pin = self.config.pin_cpus.get(usize::from(index)).copied().flatten();
+        let pinned = pin.map_or(Ok(()), |cpu| bind(&thread, cpu));
+        self.running.push(Running { thread, stop, kick });
+        pinned?;
+        told.recv().map_err(|_| io::ErrorKind::BrokenPipe.into())
+    }
+}
+
+/// Binds a thread to one CPU.
+fn bind(thread: &JoinHandle<()>, cpu: usize) -> io::Result<()> {
+    if cpu >= libc::CPU_SETSIZE as usize {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    // SAFETY: all-zero is the empty set.
+    let mut cpus: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    // SAFETY: `cpu` is within the set, which was checked above.
+    unsafe { libc::CPU_SET(cpu, &mut cpus) };
+    // SAFETY: the thread has not been joined, and the set outlives the call.
+    let error = unsafe {
+        libc::pthread_setaffinity_np(thread.as_pthread_t(), size_of_val(&cpus), &raw const cpus)
+    };
+    if error != 0 {
+        return Err(io::Error::from_raw_os_error(error));
+    }
+    Ok(())
+}
+
+impl VirtioDevice for Block {
+    fn device_type(&self) -> u32 {
+        DEVICE_TYPE
+    }
+
+    fn queue_max_sizes(&self) -> &[u16] {
+        &self.queue_sizes
+    }
+
+    fn features(&self) -> u64 {
+        self.features
+    }
+
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        let capacity_sectors = self.shared.capacity_sectors.load(Ordering::SeqCst);
+        let writeback = self.shared.writeback.load(Ordering::Relaxed);
+        let space = self.space.to_bytes(capacity_sectors, writeback);
+        let from = usize::try_from(offset).ok().and_then(|at| space.get(at..)).unwrap_or_default();
+        data.fill(0);
+        for (to, from) in data.iter_mut().zip(from) {
+            *to = *from;
+        }
+    }
+
+    fn write_config(&mut self, features: u64, offset: u64, data: &[u8]) {
+        if let Some(writeback) = ConfigSpace::writeback_written(features, offset, data) {
+            self.shared.writeback.store(writeback, Ordering::Relaxed);
+        }
+    }
+
+    fn config_generation(&self) -> u8 {
+        self.generation
+    }
+
+    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        let Activation { memory, features, queues, device } = activation;
+        let mut tids = Vec::with_capacity(queues.len());
+        for queue in queues {
+            match self.start(queue, &memory, features, &device) {
+                Ok(tid) => tids.push(tid),
+                Err(error) => {
+                    self.reset();
+                    return Err(error.into());
+                }
+            }
+        }
+        *self.shared.tids.lock().unwrap_or_else(PoisonError::into_inner) = tids;
+        self.signal = Some(device);
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.signal = None;
+        self.shared.tids.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        for running in &self.running {
+            running.stop.store(true, Ordering::Release);
+            // It fails only where the worker is awake already: at 2⁶⁴ - 2 kicks unread.
+            let _ = running.kick.write(1);
+        }
+        for running in self.running.drain(..) {
+            let _ = running.thread.join();
+        }
+        self.shared.writeback.store(self.config.cache == CacheMode::Writeback, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        let _ = self.shutdown();
+    }
+}
