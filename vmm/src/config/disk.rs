@@ -205,9 +205,8 @@ mod tests {
 
     #[test]
     fn the_ranges_here_are_those_of_the_device() {
-        for spec in ["path=a,queues=64,queue-size=32768,serial=12345678901234567890"] {
-            assert_eq!(parsed(spec).unwrap().check(), Ok(()));
-        }
+        let most = "path=a,queues=64,queue-size=32768,serial=12345678901234567890";
+        assert_eq!(parsed(most).unwrap().check(), Ok(()));
         assert_eq!(parsed("path=a,queue-size=4").unwrap().check(), Ok(()));
         for wrong in [
             BlkConfig { queues: 65, ..BlkConfig::default() },
