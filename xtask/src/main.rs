@@ -6,6 +6,7 @@ use clap::{Parser, Subcommand};
 
 mod guest;
 mod lab;
+mod test;
 mod util;
 
 /// Pollux's developer commands.
@@ -21,12 +22,14 @@ enum Command {
     /// Make the stock guests in target/guest/ from Debian packages.
     Guest(guest::Args),
     Lab(lab::Args),
+    Test(test::Args),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Guest(args) => guest::run(&args),
         Command::Lab(args) => lab::run(&args),
+        Command::Test(args) => test::run(&args),
     };
     result.unwrap_or_else(|error| {
         eprintln!("xtask: {error}");

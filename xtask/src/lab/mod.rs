@@ -21,7 +21,7 @@ mod here;
 mod machine;
 mod process;
 
-use process::catch_signals;
+pub use process::{catch_signals, signalled};
 
 /// Exit status for a command that was still running at its timeout.
 const TIMED_OUT: u8 = 124;
@@ -378,5 +378,54 @@ mod tests {
         let words = ["sleep", "1000"].map(OsString::from);
         let attempt = here::attempt(&options, &words, &mut |_, _| ()).unwrap();
         assert_eq!(attempt.outcome, Outcome::TimedOut);
+    }
+
+    /// Runs a shell script in the emulated machine, once.
+    fn emulated(script: &str, options: Options) -> (Outcome, String, String) {
+        let lab = Lab::open(true).unwrap();
+        let (mut out, mut err) = (Vec::new(), Vec::new());
+        let options = Options { no_retry: true, ..options };
+        let command = ["sh", "-c", script].map(OsString::from);
+        let (outcome, attempts) = lab
+            .run(&options, &command, &mut |stream, bytes| match stream {
+                Stream::Out => out.extend(bytes),
+                Stream::Err => err.extend(bytes),
+            })
+            .unwrap();
+        assert_eq!(attempts, 1);
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        (outcome, text(out), text(err))
+    }
+
+    #[test]
+    #[ignore = "boots the emulated machine; `cargo xtask test` runs it"]
+    fn a_command_in_the_machine_has_kvm_a_disk_its_directory_and_its_status() {
+        let script = "test -c /dev/kvm && pwd && \
+            dd if=/dev/zero of=$POLLUX_SCRATCH/x bs=4k count=1 oflag=direct status=none && \
+            echo \"it's\" >&2; exit 7";
+        let (outcome, out, err) = emulated(script, Options::default());
+        let cwd = std::env::current_dir().unwrap();
+        assert_eq!(outcome, Outcome::Exited(7));
+        assert_eq!((out.trim_end(), err.as_str()), (cwd.to_str().unwrap(), "it's\n"));
+    }
+
+    #[test]
+    #[ignore = "boots the emulated machine; `cargo xtask test` runs it"]
+    fn a_hang_in_a_machine_that_is_well_is_the_commands_and_reported() {
+        let options = Options { timeout: Duration::from_secs(2), ..Options::default() };
+        let (outcome, out, err) = emulated("echo here; sleep 1000", options);
+        assert_eq!(outcome, Outcome::TimedOut);
+        assert_eq!(out, "here\n");
+        assert!(err.contains("sleep 1000"), "the processes are missing: {err}");
+        assert!(err.contains("--- end"), "the report is not complete: {err}");
+    }
+
+    #[test]
+    #[ignore = "boots the emulated machine; `cargo xtask test` runs it"]
+    fn a_machine_that_dies_is_a_failure_of_the_lab() {
+        let (outcome, _, err) =
+            emulated("echo c > /proc/sysrq-trigger; sleep 1000", Options::default());
+        assert!(matches!(&outcome, Outcome::LabFailed(cause) if cause.contains("Kernel panic")));
+        assert!(err.contains("Call Trace"), "the console is missing: {err}");
     }
 }
