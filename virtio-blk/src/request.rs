@@ -228,3 +228,75 @@ impl Fields<'_> {
         u64::from_le_bytes(self.take())
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use devices::GuestMemory;
+    use devices::testkit::{self, Arena, Buf, Driver};
+
+    use super::*;
+
+    /// A chain that asks for this, as the queue gives it; `memory` must outlive it.
+    pub(crate) fn chain(memory: &GuestMemory, kind: u32, data: &[u8], data_in: u32) -> Chain {
+        let mut driver = Driver::new(memory, 0, 16, 0);
+        let mut arena = Arena::new(memory, driver.end());
+        let mut bytes = kind.to_le_bytes().to_vec();
+        bytes.resize(HEADER_BYTES, 0);
+        bytes.extend(data);
+        let (out, into) = (arena.alloc_with(&bytes), arena.alloc(u64::from(data_in) + 1));
+        driver.add(&[Buf::readable(out, bytes.len() as u32), Buf::writable(into, data_in + 1)]);
+        driver.publish();
+        let mut chain = Chain::new();
+        assert!(driver.device_queue().pop(&mut chain).unwrap());
+        chain
+    }
+
+    pub(crate) fn limits() -> Limits {
+        Limits {
+            capacity_sectors: 1024,
+            readonly: false,
+            features: u64::MAX,
+            writeback: true,
+            id: [0; ID_BYTES],
+        }
+    }
+
+    pub(crate) fn request(chain: Chain, limits: &Limits) -> Request {
+        match Request::parse(chain, limits) {
+            Parsed::Start(request) => request,
+            _ => panic!("no request for an engine"),
+        }
+    }
+
+    #[test]
+    fn writes_are_durable_in_write_through_mode_and_for_a_driver_that_cannot_flush() {
+        let memory = testkit::memory(1 << 20);
+        let write_back = limits();
+        let write_through = Limits { writeback: false, ..limits() };
+        let cannot_flush = Limits { features: !bit(VIRTIO_BLK_F_FLUSH), ..limits() };
+        for (limits, expected) in [(write_back, false), (write_through, true), (cannot_flush, true)]
+        {
+            let write = request(chain(&memory, VIRTIO_BLK_T_OUT, &[1; 512], 0), &limits);
+            let range = Range { offset_bytes: 0, length_bytes: 512 };
+            assert_eq!(write.action, Action::Write { range, durable: expected });
+            let mut segment = [0; SEGMENT_BYTES];
+            segment[8] = 1;
+            let discard = request(chain(&memory, VIRTIO_BLK_T_DISCARD, &segment, 0), &limits);
+            assert_eq!(discard.action, Action::Discard { ranges: vec![range], durable: expected });
+        }
+    }
+
+    #[test]
+    fn ranges_end_at_the_capacity_and_sums_do_not_overflow() {
+        let limits = limits();
+        assert!(limits.range(1023, 512).is_ok());
+        assert!(limits.range(1024, 0).is_ok());
+        for (sector, bytes) in
+            [(1023, 1024), (1024, 512), (u64::MAX, 512), (u64::MAX, u64::MAX - 511), (0, 513)]
+        {
+            assert_eq!(limits.range(sector, bytes), Err(Status::IoError), "{sector} {bytes}");
+        }
+        let all = Limits { capacity_sectors: u64::MAX, ..limits };
+        assert_eq!(all.range(u64::MAX - 1, 512), Err(Status::IoError));
+    }
+}

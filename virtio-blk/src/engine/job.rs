@@ -404,3 +404,159 @@ impl Drop for Bounce {
         unsafe { std::alloc::dealloc(self.base.as_ptr(), self.layout) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use devices::testkit;
+    use virtio_bindings::virtio_blk::{
+        VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT,
+        VIRTIO_BLK_T_WRITE_ZEROES,
+    };
+
+    use super::*;
+    use crate::config::{BlkConfig, EngineKind};
+    use crate::request::Limits;
+    use crate::request::tests::{chain, limits, request};
+
+    const DURABLE: fn() -> Limits = || Limits { writeback: false, ..limits() };
+
+    fn disk() -> (tempfile::NamedTempFile, Disk) {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let path = file.path().to_path_buf();
+        let config = BlkConfig { path, engine: EngineKind::Sync, ..BlkConfig::default() };
+        let disk = Disk::open(&config).unwrap();
+        (file, disk)
+    }
+
+    fn ranges(segments: &[(u64, u32, u32)]) -> Vec<u8> {
+        let bytes = |&(sector, sectors, flags): &(u64, u32, u32)| {
+            [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &flags.to_le_bytes()].concat()
+        };
+        segments.iter().flat_map(bytes).collect()
+    }
+
+    fn transfer(step: Option<Step>) -> Transfer {
+        match step {
+            Some(Step::Transfer(transfer)) => transfer,
+            _ => panic!("not a transfer"),
+        }
+    }
+
+    fn lengths(transfer: &Transfer) -> Vec<usize> {
+        // SAFETY: the job the transfer came from is alive and was not advanced.
+        let iovecs =
+            unsafe { std::slice::from_raw_parts(transfer.iovecs, transfer.count as usize) };
+        iovecs.iter().map(|iovec| iovec.iov_len).collect()
+    }
+
+    fn allocation(step: Option<Step>) -> (i32, u64, u64) {
+        match step {
+            Some(Step::Allocate { mode, range }) => (mode, range.offset_bytes, range.length_bytes),
+            _ => panic!("not an allocation"),
+        }
+    }
+
+    const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+
+    #[test]
+    fn a_short_transfer_goes_on_where_it_stopped_and_the_end_of_the_file_is_an_error() {
+        let (memory, (_file, disk)) = (testkit::memory(1 << 20), disk());
+        let mut job = Job::new(request(chain(&memory, VIRTIO_BLK_T_IN, &[], 4096), &limits()));
+        let first = transfer(job.next(&disk));
+        assert_eq!((first.offset_bytes, lengths(&first)), (0, vec![4096]));
+        job.advance(Ok(1000)).unwrap();
+        let rest = transfer(job.next(&disk));
+        assert_eq!((rest.offset_bytes, lengths(&rest)), (1000, vec![3096]));
+        assert_eq!(job.advance(Ok(0)), Err(Status::IoError));
+        job.advance(Ok(3096)).unwrap();
+        assert!(job.next(&disk).is_none());
+    }
+
+    #[test]
+    fn interruptions_are_retried_but_not_for_ever() {
+        let (memory, (_file, disk)) = (testkit::memory(1 << 20), disk());
+        let mut job = Job::new(request(chain(&memory, VIRTIO_BLK_T_IN, &[], 512), &limits()));
+        for errno in [libc::EAGAIN, libc::EINTR] {
+            job.advance(Err(errno)).unwrap();
+            assert_eq!(transfer(job.next(&disk)).offset_bytes, 0);
+        }
+        let ended = (0..2 * MAX_RETRIES).find_map(|_| job.advance(Err(libc::EAGAIN)).err());
+        assert_eq!(ended, Some(Status::IoError));
+        assert_eq!(job.advance(Err(libc::EIO)), Err(Status::IoError));
+    }
+
+    #[test]
+    fn a_durable_write_is_on_stable_storage_when_its_call_returns() {
+        let (memory, (_file, disk)) = (testkit::memory(1 << 20), disk());
+        for (limits, flags) in [(limits(), 0), (DURABLE(), libc::RWF_DSYNC)] {
+            let write = request(chain(&memory, VIRTIO_BLK_T_OUT, &[1; 1024], 0), &limits);
+            let mut job = Job::new(write);
+            assert_eq!(transfer(job.next(&disk)).flags, flags);
+            job.advance(Ok(512)).unwrap();
+            assert_eq!(transfer(job.next(&disk)).flags, flags, "the rest of it as well");
+        }
+    }
+
+    #[test]
+    fn a_flush_is_one_sync_and_fails_if_that_fails() {
+        let (memory, (_file, disk)) = (testkit::memory(1 << 20), disk());
+        let mut job = Job::new(request(chain(&memory, VIRTIO_BLK_T_FLUSH, &[], 0), &limits()));
+        assert!(matches!(job.next(&disk), Some(Step::Sync)));
+        assert_eq!(job.advance(Err(libc::EIO)), Err(Status::IoError));
+        job.advance(Ok(0)).unwrap();
+        assert!(job.next(&disk).is_none());
+    }
+
+    #[test]
+    fn a_durable_discard_syncs_after_its_last_range() {
+        let (memory, (_file, disk)) = (testkit::memory(1 << 20), disk());
+        let data = ranges(&[(0, 8, 0), (16, 8, 0)]);
+        let mut job = Job::new(request(chain(&memory, VIRTIO_BLK_T_DISCARD, &data, 0), &DURABLE()));
+        assert_eq!(allocation(job.next(&disk)), (PUNCH, 0, 4096));
+        job.advance(Ok(0)).unwrap();
+        assert_eq!(allocation(job.next(&disk)), (PUNCH, 8192, 4096));
+        job.advance(Ok(0)).unwrap();
+        assert!(matches!(job.next(&disk), Some(Step::Sync)));
+        job.advance(Ok(0)).unwrap();
+        assert!(job.next(&disk).is_none());
+    }
+
+    #[test]
+    fn what_the_file_cannot_do_is_unsupported_and_what_failed_is_an_error() {
+        let memory = testkit::memory(1 << 20);
+        let data = ranges(&[(0, 8, 0)]);
+        for (errno, status) in [
+            (libc::EOPNOTSUPP, Status::Unsupported),
+            (libc::ENOTTY, Status::Unsupported),
+            (libc::EIO, Status::IoError),
+            (libc::ENOSPC, Status::IoError),
+        ] {
+            let discard = request(chain(&memory, VIRTIO_BLK_T_DISCARD, &data, 0), &limits());
+            assert_eq!(Job::new(discard).advance(Err(errno)), Err(status), "errno {errno}");
+        }
+    }
+
+    #[test]
+    fn zeroing_falls_back_from_holes_to_ranges_to_writing_zeros() {
+        let (memory, (_file, disk)) = (testkit::memory(1 << 20), disk());
+        let data = ranges(&[(0, 1024, 1), (1024 - 8, 8, 0)]);
+        let zeroes = chain(&memory, VIRTIO_BLK_T_WRITE_ZEROES, &data, 0);
+        let mut job = Job::new(request(zeroes, &limits()));
+        assert_eq!(allocation(job.next(&disk)), (PUNCH, 0, 512 << 10));
+        job.advance(Err(libc::EOPNOTSUPP)).unwrap();
+        assert_eq!(allocation(job.next(&disk)), (ZERO, 0, 512 << 10));
+        job.advance(Err(libc::EOPNOTSUPP)).unwrap();
+        for offset_bytes in [0, 256 << 10] {
+            let zeros = transfer(job.next(&disk));
+            assert_eq!((zeros.write, zeros.offset_bytes), (true, offset_bytes));
+            assert_eq!(lengths(&zeros), [4096; 64]);
+            job.advance(Ok(256 << 10)).unwrap();
+        }
+        // The second range begins with the best way again, and may not punch.
+        assert_eq!(allocation(job.next(&disk)), (ZERO, (1024 - 8) * 512, 4096));
+        job.advance(Ok(0)).unwrap();
+        assert!(job.next(&disk).is_none());
+    }
+}

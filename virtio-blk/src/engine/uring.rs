@@ -374,3 +374,35 @@ impl Drop for Uring {
         self.drain();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quick_tries_pause_where_they_keep_failing_and_come_back() {
+        let mut quick = Quick::default();
+        let mut tries = 0;
+        for _ in 0..1000 {
+            if quick.worth_it() {
+                tries += 1;
+                quick.learn(&Err(libc::EAGAIN));
+            }
+        }
+        assert_eq!(tries, TRIES + (1000 - TRIES) / (PAUSE + 1));
+        while !quick.worth_it() {}
+        quick.learn(&Ok(4096));
+        for _ in 0..TRIES {
+            assert!(quick.worth_it(), "one success, and all is forgiven");
+            quick.learn(&Err(libc::EAGAIN));
+        }
+        assert!(!quick.worth_it());
+    }
+
+    #[test]
+    fn quick_tries_end_where_the_file_cannot() {
+        let mut quick = Quick::default();
+        quick.learn(&Err(libc::EOPNOTSUPP));
+        assert!((0..1000).all(|_| !quick.worth_it()));
+    }
+}
