@@ -268,3 +268,145 @@ fn pvpanic() -> Vec<u8> {
         ],
     ))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(cpus: u32, com2: bool) -> AcpiConfig {
+        AcpiConfig { cpus, com2, pci_mmio64: 4 << 30..68 << 30 }
+    }
+
+    fn sum(bytes: &[u8]) -> u8 {
+        bytes.iter().fold(0, |sum, byte| sum.wrapping_add(*byte))
+    }
+
+    fn u32_at(bytes: &[u8], offset: usize) -> u32 {
+        u32::from_le_bytes(*bytes[offset..].first_chunk().unwrap())
+    }
+
+    fn u64_at(bytes: &[u8], offset: usize) -> u64 {
+        u64::from_le_bytes(*bytes[offset..].first_chunk().unwrap())
+    }
+
+    /// The table at a guest-physical address.
+    fn table(bytes: &[u8], address: u64) -> &[u8] {
+        let table = &bytes[(address - layout::ACPI_TABLES.start) as usize..];
+        &table[..u32_at(table, 4) as usize]
+    }
+
+    /// Follows the pointers from the RSDP, as a guest does: the tables of the XSDT, and the DSDT.
+    fn walk(bytes: &[u8]) -> Vec<&[u8]> {
+        let xsdt = table(bytes, u64_at(bytes, 24));
+        let mut tables = vec![xsdt];
+        for entry in xsdt[36..].chunks(8) {
+            let found = table(bytes, u64_at(entry, 0));
+            tables.push(found);
+            if found.starts_with(b"FACP") {
+                tables.push(table(bytes, u64_at(found, 140)));
+            }
+        }
+        tables
+    }
+
+    fn find<'a>(bytes: &'a [u8], signature: &[u8]) -> &'a [u8] {
+        walk(bytes).into_iter().find(|table| table.starts_with(signature)).unwrap()
+    }
+
+    fn has(bytes: &[u8], part: &[u8]) -> bool {
+        bytes.windows(part.len()).any(|window| window == part)
+    }
+
+    #[test]
+    fn every_table_is_reached_from_the_rsdp_and_sums_to_zero() {
+        let bytes = tables(&config(4, true)).unwrap();
+        assert!(bytes.starts_with(b"RSD PTR "));
+        assert_eq!((sum(&bytes[..20]), sum(&bytes[..36]), bytes[15]), (0, 0, 2));
+        let tables = walk(&bytes);
+        let signatures: Vec<_> = tables.iter().map(|table| &table[..4]).collect();
+        assert_eq!(signatures, [b"XSDT", b"FACP", b"DSDT", b"APIC", b"MCFG"]);
+        for table in tables {
+            assert_eq!(sum(table), 0, "{:?}", &table[..4]);
+            let offset = table.as_ptr().addr() - bytes.as_ptr().addr();
+            assert_eq!(offset as u64 % TABLE_ALIGN, 0, "{:?}", &table[..4]);
+        }
+    }
+
+    #[test]
+    fn the_fadt_describes_hardware_reduced_acpi_with_its_three_registers() {
+        let bytes = tables(&config(1, false)).unwrap();
+        let fadt = find(&bytes, b"FACP");
+        let flags = u32_at(fadt, 112);
+        assert_eq!((flags >> 20 & 1, flags >> 10 & 1), (1, 1), "HW_REDUCED, RESET_REG_SUP");
+        // System I/O, 8 bits.
+        for (offset, port) in [(116, 0x602), (244, 0x600), (256, 0x601)] {
+            assert_eq!(fadt[offset..offset + 2], [1, 8]);
+            assert_eq!(u64_at(fadt, offset + 4), port);
+        }
+        assert_eq!(fadt[128], 1, "RESET_VALUE");
+    }
+
+    #[test]
+    fn the_madt_has_an_entry_for_every_cpu_and_the_io_apic() {
+        let bytes = tables(&config(3, false)).unwrap();
+        let madt = find(&bytes, b"APIC");
+        assert_eq!(u32_at(madt, 36), 0xfee0_0000);
+        let ids: Vec<_> = (0..3).map(|cpu| &madt[44 + cpu * 8..][..8]).collect();
+        assert_eq!(
+            ids,
+            [[0, 8, 0, 0, 1, 0, 0, 0], [0, 8, 1, 1, 1, 0, 0, 0], [0, 8, 2, 2, 1, 0, 0, 0]]
+        );
+        let io_apic = &madt[44 + 3 * 8..];
+        assert_eq!((&io_apic[..3], u32_at(io_apic, 4)), (&[1, 12, 0][..], 0xfec0_0000));
+        assert_eq!(io_apic.len(), 12);
+    }
+
+    #[test]
+    fn com2_and_pvpanic_are_described_only_where_they_are() {
+        let with = tables(&config(1, true)).unwrap();
+        let without = tables(&config(1, false)).unwrap();
+        assert!(has(find(&with, b"DSDT"), b"COM2"));
+        assert!(!has(find(&without, b"DSDT"), b"COM2"));
+        assert!(has(find(&without, b"DSDT"), b"COM1"));
+        assert!(has(find(&without, b"DSDT"), b"QEMU0001"));
+    }
+
+    #[test]
+    fn up_to_254_cpus_fit_and_more_are_refused() {
+        let bytes = tables(&config(254, true)).unwrap();
+        let place = layout::ACPI_TABLES.end - layout::ACPI_TABLES.start;
+        assert!(bytes.len() as u64 <= place);
+        let error = tables(&config(255, true)).unwrap_err();
+        assert_eq!(error.to_string(), "ACPI tables for 255 CPUs: at most 254 CPUs are possible");
+    }
+
+    /// By hand, with `iasl` (Debian: acpica-tools): `cargo test -p vmm -- --ignored iasl`.
+    #[test]
+    #[ignore = "needs iasl"]
+    fn iasl_compiles_what_it_disassembles() {
+        let directory = tempfile::tempdir().unwrap();
+        let bytes = tables(&config(4, true)).unwrap();
+        for table in walk(&bytes) {
+            let name = String::from_utf8_lossy(&table[..4]).to_lowercase();
+            let binary = directory.path().join(format!("{name}.aml"));
+            std::fs::write(&binary, table).unwrap();
+            let run = |argument: &str, path: &std::path::Path| {
+                let output = std::process::Command::new("iasl")
+                    .current_dir(&directory)
+                    .arg(argument)
+                    .arg(path)
+                    .output()
+                    .expect("iasl runs");
+                let text = String::from_utf8_lossy(&output.stdout).into_owned()
+                    + &String::from_utf8_lossy(&output.stderr);
+                assert!(output.status.success(), "{name}: {text}");
+                text
+            };
+            run("-d", &binary);
+            let text = run("-vs", &binary.with_extension("dsl"));
+            // Of a data table iasl says nothing when it is right.
+            let has_verdict = name == "dsdt";
+            assert!(!has_verdict || text.contains("0 Errors, 0 Warnings, 0 Remarks"), "{text}");
+        }
+    }
+}

@@ -66,7 +66,6 @@ const CLFLUSH_UNITS: u32 = CACHE_LINE_BYTES / 8;
 // Leaf 0x8000_0001 ECX.
 const ECX_CMP_LEGACY: u32 = 1 << 1;
 const ECX_SVM: u32 = 1 << 2;
-const ECX_TOPOEXT: u32 = 1 << 22;
 /// Core, northbridge and L3 performance counters.
 const ECX_AMD_PMU: u32 = 1 << 23 | 1 << 24 | 1 << 28;
 // Leaf 0x4000_0001 EDX.
@@ -270,9 +269,7 @@ impl Leaves {
     }
 
     fn set_amd(&mut self, config: &CpuidConfig, apic_id: u32) {
-        let mut has_topology_extensions = false;
         if let Some(leaf) = self.get_mut(LEAF_EXTENDED_FEATURES) {
-            has_topology_extensions = leaf.ecx & ECX_TOPOEXT != 0;
             set_bits(&mut leaf.ecx, ECX_SVM, false);
             set_bits(&mut leaf.ecx, ECX_CMP_LEGACY, config.cpus > 1);
             if !config.pmu {
@@ -289,13 +286,12 @@ impl Leaves {
         if let Some(leaf) = self.get_mut(LEAF_ADDRESS_SIZES) {
             leaf.ecx = core_bits(config.cpus) << 12 | config.cpus.saturating_sub(1) & 0xff;
         }
-        if has_topology_extensions {
-            self.set_caches(LEAF_AMD_CACHES, config);
-            // One thread a core (EBX 15:8), one node (ECX).
-            self.replace(LEAF_AMD_TOPOLOGY, &[[apic_id, apic_id & 0xff, 0, 0]], false);
-            if let Some(leaf) = self.get_mut(LEAF_EXTENDED_MAX) {
-                leaf.eax = leaf.eax.max(LEAF_AMD_TOPOLOGY);
-            }
+        // Even without TOPOEXT, since there are C libraries that read them without asking.
+        self.set_caches(LEAF_AMD_CACHES, config);
+        // One thread a core (EBX 15:8), one node (ECX).
+        self.replace(LEAF_AMD_TOPOLOGY, &[[apic_id, apic_id & 0xff, 0, 0]], false);
+        if let Some(leaf) = self.get_mut(LEAF_EXTENDED_MAX) {
+            leaf.eax = leaf.eax.max(LEAF_AMD_TOPOLOGY);
         }
     }
 
@@ -326,3 +322,6 @@ impl Leaves {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -165,3 +165,96 @@ pub fn sregs(entry: &Entry, created: kvm_sregs) -> kvm_sregs {
 pub fn fpu() -> kvm_fpu {
     kvm_fpu { fcw: 0x37f, mxcsr: 0x1f80, ..kvm_fpu::default() }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG: Entry =
+        Entry { mode: EntryMode::Long64, instruction_pointer: 0x100_0200, boot_info: 0x7000 };
+    const PROTECTED: Entry =
+        Entry { mode: EntryMode::Protected32, instruction_pointer: 0x100_0a30, boot_info: 0x6000 };
+
+    fn memory() -> GuestMemoryMmap {
+        GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap()
+    }
+
+    /// Follows the page tables as the CPU does.
+    fn translate(memory: &GuestMemoryMmap, root: u64, address: u64) -> Option<u64> {
+        let mut table = root;
+        for shift in [39, 30, 21] {
+            let slot = table + (address >> shift & 0x1ff) * 8;
+            let entry: u64 = memory.read_obj(GuestAddress(slot)).unwrap();
+            if entry & PAGE_PRESENT == 0 {
+                return None;
+            }
+            table = entry & 0x000f_ffff_ffff_f000;
+            if shift == 21 {
+                assert_ne!(entry & PAGE_LARGE, 0);
+                return Some(table | address & (LARGE_PAGE_BYTES - 1));
+            }
+        }
+        None
+    }
+
+    #[test]
+    fn the_first_four_gib_and_no_more_map_to_themselves() {
+        let memory = memory();
+        write_page_tables(&memory).unwrap();
+        let root = sregs(&LONG, kvm_sregs::default()).cr3;
+        for address in [0, 0x7000, 0x1f_ffff, 0x20_0000, 0x4000_0000, 0xfee0_0020, 0xffff_ffff] {
+            assert_eq!(translate(&memory, root, address), Some(address));
+        }
+        assert_eq!(translate(&memory, root, 1 << 32), None);
+        assert_eq!(translate(&memory, root, 1 << 39), None);
+    }
+
+    #[test]
+    fn descriptors_are_those_of_flat_segments() {
+        assert_eq!(gdt(EntryMode::Long64)[2..4], [0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff]);
+        assert_eq!(
+            gdt(EntryMode::Protected32)[2..4],
+            [0x00cf_9b00_0000_ffff, 0x00cf_9300_0000_ffff]
+        );
+        assert_eq!(gdt(EntryMode::Long64)[4], 0x0000_8b00_0000_0067);
+    }
+
+    #[test]
+    fn the_gdt_is_where_gdtr_points() {
+        let memory = memory();
+        write_gdt(&memory, EntryMode::Long64).unwrap();
+        let sregs = sregs(&LONG, kvm_sregs::default());
+        assert_eq!(sregs.gdt.limit, 39);
+        let code = GuestAddress(sregs.gdt.base + u64::from(sregs.cs.selector));
+        assert_eq!(memory.read_obj::<u64>(code).unwrap(), 0x00af_9b00_0000_ffff);
+    }
+
+    #[test]
+    fn linux_is_entered_in_long_mode_with_rsi_at_the_zero_page() {
+        let sregs = sregs(&LONG, kvm_sregs::default());
+        assert_eq!(sregs.cr0 & (CR0_PE | CR0_PG), CR0_PE | CR0_PG);
+        assert_eq!(sregs.cr4 & CR4_PAE, CR4_PAE);
+        assert_eq!(sregs.efer & (EFER_LME | EFER_LMA), EFER_LME | EFER_LMA);
+        assert_eq!((sregs.cs.l, sregs.cs.db, sregs.cs.selector), (1, 0, 0x10));
+        assert_eq!((sregs.ds.selector, sregs.ss.selector), (0x18, 0x18));
+        let regs = regs(&LONG);
+        assert_eq!((regs.rip, regs.rsi, regs.rflags), (0x100_0200, 0x7000, 2));
+    }
+
+    #[test]
+    fn pvh_is_entered_without_paging_with_ebx_at_the_start_info() {
+        let sregs = sregs(&PROTECTED, kvm_sregs::default());
+        assert_eq!((sregs.cr0 & CR0_PE, sregs.cr0 & CR0_PG), (CR0_PE, 0));
+        assert_eq!((sregs.cr4, sregs.efer), (0, 0));
+        assert_eq!((sregs.cs.l, sregs.cs.db, sregs.cs.limit), (0, 1, 0xffff_ffff));
+        let regs = regs(&PROTECTED);
+        assert_eq!((regs.rip, regs.rbx, regs.rflags), (0x100_0a30, 0x6000, 2));
+    }
+
+    #[test]
+    fn what_kvm_set_and_the_protocol_does_not_is_kept() {
+        let created = kvm_sregs { apic_base: 0xfee0_0900, cr8: 3, ..kvm_sregs::default() };
+        let sregs = sregs(&LONG, created);
+        assert_eq!((sregs.apic_base, sregs.cr8), (0xfee0_0900, 3));
+    }
+}
