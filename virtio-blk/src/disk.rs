@@ -53,7 +53,10 @@ pub(crate) struct DirectAlignment {
 #[derive(Debug)]
 pub struct Disk {
     path: PathBuf,
-    /// Through the page cache. It holds the lock.
+    /// Holds the lock and does nothing else. An io_uring keeps the files it was given open for a
+    /// while after it was closed, and with them their locks: this one it never sees.
+    _lock: File,
+    /// Through the page cache.
     buffered: File,
     /// With `O_DIRECT`, and what that asks for.
     direct: Option<(File, DirectAlignment)>,
@@ -120,7 +123,16 @@ impl Disk {
                 os("cannot be opened", error)
             }
         })?;
-        lock(&buffered, config.readonly).map_err(|error| match error.raw_os_error() {
+        let again = |flags| {
+            let file = open(path, config.readonly, flags)?;
+            let (first, second) = (buffered.metadata()?, file.metadata()?);
+            if (first.dev(), first.ino()) != (second.dev(), second.ino()) {
+                return Err(io::Error::other("it was replaced by another file meanwhile"));
+            }
+            Ok(file)
+        };
+        let lock_file = again(0).map_err(|error| os("cannot be opened", error))?;
+        lock(&lock_file, config.readonly).map_err(|error| match error.raw_os_error() {
             Some(libc::EAGAIN | libc::EACCES) if config.readonly => {
                 unusable("is being written by another process; stop that one first")
             }
@@ -152,21 +164,13 @@ impl Disk {
             _ => block_bytes,
         };
         let direct = if config.direct {
-            let file = open(path, config.readonly, libc::O_DIRECT).map_err(|error| match error
-                .raw_os_error()
-            {
+            let file = again(libc::O_DIRECT).map_err(|error| match error.raw_os_error() {
                 Some(libc::EINVAL | libc::EOPNOTSUPP) => {
                     unusable("its file system has no O_DIRECT; leave out direct=on")
                 }
                 _ => os("cannot be opened with O_DIRECT", error),
             })?;
-            // Opened by name a second time: somebody may have put another file there.
-            let again = file.metadata().map_err(|error| os("cannot be examined", error))?;
-            let first = buffered.metadata().map_err(|error| os("cannot be examined", error))?;
-            if (again.dev(), again.ino()) != (first.dev(), first.ino()) {
-                return Err(unusable("was replaced while it was being opened; try again"));
-            }
-            let alignment = direct_alignment(&file, kind, block_bytes, first.blksize());
+            let alignment = direct_alignment(&file, kind, block_bytes, metadata.blksize());
             Some((file, alignment))
         } else {
             None
@@ -185,6 +189,7 @@ impl Disk {
         Ok(Disk {
             path: path.to_path_buf(),
             never_waits: kind == Kind::Regular && in_memory(&buffered),
+            _lock: lock_file,
             buffered,
             direct,
             kind,

@@ -333,3 +333,17 @@ fn a_guest_that_scribbles_on_its_rings_harms_only_itself() {
         assert_eq!(rig.answer(used, into, 20, status).status, OK, "{name}");
     }
 }
+
+#[test]
+fn the_lock_ends_with_the_device_although_a_ring_outlives_it_for_a_while() {
+    for _ in 0..20 {
+        let config = BlkConfig { direct: true, ..BlkConfig::default() };
+        let mut rig = Rig::new(on_disk(), 64, config);
+        rig.read(0, 8);
+        let Rig { block, image, .. } = rig;
+        let config = BlkConfig { path: image.path().to_path_buf(), ..sync() };
+        assert!(virtio_blk::Disk::open(&config).is_err(), "it is locked");
+        drop(block);
+        virtio_blk::Disk::open(&config).unwrap();
+    }
+}
