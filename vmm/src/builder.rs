@@ -13,7 +13,7 @@ use devices::pci::bus::{ConfigPorts, Ecam, PciRoot};
 use devices::power::{self, AcpiPower, I8042, PowerSink, PvPanic};
 use devices::serial::{self, SerialPort};
 use devices::virtio::pci::VirtioPci;
-use kvm_bindings::CpuId;
+use kvm_bindings::{CpuId, KVM_API_VERSION};
 use kvm_ioctls::{Cap, Kvm, VcpuFd};
 use virtio_blk::{BlkConfig, Block, Disk};
 
@@ -36,12 +36,6 @@ pub enum BuildError {
     /// The user's doing: exit status 2.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// A disk cannot be used: exit status 2.
-    #[error(transparent)]
-    Disk(#[from] virtio_blk::DiskError),
-    /// The guest cannot boot from what was given: exit status 2.
-    #[error(transparent)]
-    Boot(#[from] BootError),
     /// The host's doing: exit status 1.
     #[error(transparent)]
     Vm(#[from] VmError),
@@ -52,7 +46,7 @@ impl BuildError {
     pub fn exit_status(&self) -> u8 {
         match self {
             Self::Vm(_) => 1,
-            Self::Config(_) | Self::Disk(_) | Self::Boot(_) => 2,
+            Self::Config(_) => 2,
         }
     }
 }
@@ -85,8 +79,8 @@ fn host_error(what: &'static str) -> impl FnOnce(std::io::Error) -> VmError {
 /// # Errors
 /// See [`BuildError`].
 pub fn build(config: &VmConfig, reopened: bool) -> Result<Built, BuildError> {
-    let kvm = open_kvm(config)?;
     let disks = open_disks(config)?;
+    let kvm = open_kvm(config)?;
     let memory = crate::memory::map(&layout::ram_ranges(config.memory_bytes))?;
     let cpuid = kvm
         .get_supported_cpuid(kvm_bindings::KVM_MAX_CPUID_ENTRIES)
@@ -100,8 +94,8 @@ pub fn build(config: &VmConfig, reopened: bool) -> Result<Built, BuildError> {
     let (vcpus, vcpu_sources) = make_vcpus(config, &vm, &cpuid, &entry)?;
     let disk_sources = disks
         .iter()
-        .enumerate()
-        .map(|(index, block)| DiskSource { name: disk_name(index), device: block.handle() })
+        .zip(&config.disks)
+        .map(|(block, disk)| DiskSource { name: disk.name.clone(), device: block.handle() })
         .collect();
     let sources =
         Arc::new(Sources { start: Instant::now(), vcpus: vcpu_sources, disks: disk_sources });
@@ -130,33 +124,20 @@ fn open_kvm(config: &VmConfig) -> Result<Kvm, BuildError> {
         .map_err(|_| ConfigError::new("--kvm", config.kvm.display(), "not a path"))?;
     let kvm = Kvm::new_with_path(&path)
         .map_err(|error| ConfigError::kvm(&config.kvm, &std::io::Error::from(error)))?;
+    if u32::try_from(kvm.get_api_version()) != Ok(KVM_API_VERSION) {
+        return Err(ConfigError::not_kvm(&config.kvm).into());
+    }
     config.check_cpus(kvm.get_max_vcpus())?;
     Ok(kvm)
 }
 
 /// Opens and locks the disks, in the order of the command line.
 fn open_disks(config: &VmConfig) -> Result<Vec<Block>, BuildError> {
-    let mut first_queue = 0;
-    let mut blocks = Vec::with_capacity(config.disks.len());
-    for (index, disk) in config.disks.iter().enumerate() {
-        let queues = first_queue..first_queue + u32::from(disk.queues);
-        first_queue = queues.end;
-        let pins = queues.map(|queue| config.pin.io.get(&queue).copied()).collect();
-        let block = BlkConfig {
-            name: disk_name(index),
-            io_poll_ns: u64::from(config.io_poll_ns),
-            pin_cpus: pins,
-            ..disk.clone()
-        };
-        let open = Disk::open(&block)?;
-        blocks.push(Block::new(block, open));
-    }
-    Ok(blocks)
-}
-
-/// What a disk is called in thread names and statistics.
-fn disk_name(index: usize) -> String {
-    format!("blk{index}")
+    let open = |disk: &BlkConfig| {
+        let file = Disk::open(disk).map_err(ConfigError::from)?;
+        Ok(Block::new(disk.clone(), file))
+    };
+    config.disks.iter().map(open).collect()
 }
 
 /// Physical address bits of the guest's CPU (CPUID 0x8000_0008, EAX bits 7:0).
@@ -176,9 +157,10 @@ fn load(
         com2: config.results.is_some(),
         pci_mmio64: window.clone(),
     };
-    let rsdp = acpi::write(memory, &acpi_config)?;
+    let rsdp = acpi::write(memory, &acpi_config).map_err(|error| config.boot_error(&error))?;
     let open = |path: &std::path::Path| {
-        File::open(path).map_err(|error| BootError::Read { path: path.to_owned(), error })
+        File::open(path)
+            .map_err(|error| config.boot_error(&BootError::Read { path: path.to_owned(), error }))
     };
     let mut kernel = open(&config.kernel)?;
     let mut initrd = config.initrd.as_deref().map(open).transpose()?;
@@ -196,7 +178,7 @@ fn load(
         cmdline: &config.cmdline,
         rsdp,
     };
-    Ok(boot::load(memory, request)?)
+    Ok(boot::load(memory, request).map_err(|error| config.boot_error(&error))?)
 }
 
 fn make_vcpus(

@@ -3,6 +3,9 @@
 use std::fmt;
 use std::io;
 
+/// A longer value of an option is shown in part.
+const VALUE_MAX_CHARS: usize = 200;
+
 /// What is wrong with an option, and what would be right. Displays as one line, whatever the
 /// user's strings contain: `--memory 12Q: not a size (use bytes, or a number with K, M or G, as
 /// 512M)`.
@@ -33,13 +36,21 @@ impl std::error::Error for ConfigError {}
 impl fmt::Display for ConfigError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let blank = if self.option.ends_with('=') { "" } else { " " };
-        let value = if self.value.is_empty() { "\"\"" } else { &one_line(&self.value) };
+        let value = if self.value.is_empty() { "\"\"" } else { &shortened(&self.value) };
         write!(f, "{}{blank}{value}", self.option)?;
         write!(f, ": {}", one_line(&self.problem))?;
         match &self.hint {
             Some(hint) => write!(f, " ({})", one_line(hint)),
             None => Ok(()),
         }
+    }
+}
+
+/// The beginning of a long value is enough to find it again.
+fn shortened(value: &str) -> String {
+    match value.char_indices().nth(VALUE_MAX_CHARS) {
+        Some((end, _)) => format!("{}...", one_line(value.get(..end).unwrap_or_default())),
+        None => one_line(value),
     }
 }
 
@@ -79,6 +90,12 @@ mod tests {
     fn an_error_is_one_line_whatever_the_value_contains() {
         let error = ConfigError::new("--kernel", "a\nb\x1b[2J", "no\nsuch file");
         assert_eq!(error.to_string(), r"--kernel a\nb\u{1b}[2J: no\nsuch file");
+    }
+
+    #[test]
+    fn a_value_without_end_is_shown_in_part() {
+        let message = ConfigError::new("--cmdline", "\u{e4}".repeat(5000), "too long").to_string();
+        assert_eq!(message.chars().count(), "--cmdline ...: too long".len() + VALUE_MAX_CHARS);
     }
 
     #[test]

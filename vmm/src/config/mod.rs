@@ -18,12 +18,14 @@ pub use error::{ConfigError, one_line, reason};
 pub use idle::{GuestHaltPoll, GuestIdle};
 pub use pin::Pinning;
 
+use crate::boot::BootError;
 use crate::cli::RunArgs;
 
 /// The least memory of a VM, in bytes: below it a stock kernel finds no room to unpack itself.
 pub const MEMORY_MIN_BYTES: u64 = 64 << 20;
 /// Memory is a multiple of this, in bytes: the size of a page.
 pub const MEMORY_ALIGN_BYTES: u64 = 4 << 10;
+const NAME_OF_KVM: &str = "name the device node of KVM, mostly /dev/kvm";
 /// What every kernel command line begins with: the console is the first serial port, a reboot goes
 /// through the keyboard controller, and a panic reboots at once, so that it ends the guest.
 pub const DEFAULT_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1";
@@ -239,6 +241,29 @@ impl VmConfig {
         files::check_overlap(&inputs, &outputs)
     }
 
+    /// Tells what keeps the guest from booting, by the option that is to blame.
+    pub fn boot_error(&self, error: &BootError) -> ConfigError {
+        let text = error.to_string();
+        match error {
+            BootError::Cmdline(_) => return ConfigError::new("--cmdline", &self.cmdline, text),
+            BootError::MemoryTooSmall { .. } => {
+                return ConfigError::new("--memory", self.memory_bytes, text);
+            }
+            BootError::TooManyCpus { .. } => return ConfigError::new("--cpus", self.cpus, text),
+            _ => {}
+        }
+        // All others are about a file, and their text begins with its path.
+        for (option, path) in [("--kernel", Some(&self.kernel)), ("--initrd", self.initrd.as_ref())]
+        {
+            let Some(path) = path.map(|path| path.display().to_string()) else { continue };
+            let problem = text.strip_prefix(&path).and_then(|rest| rest.strip_prefix(": "));
+            if let Some(problem) = problem {
+                return ConfigError::new(option, path, problem);
+            }
+        }
+        ConfigError::new("--kernel", self.kernel.display(), text)
+    }
+
     /// Compares the number of vCPUs with the most that KVM makes in one VM.
     ///
     /// # Errors
@@ -258,6 +283,11 @@ impl ConfigError {
         Self::new("--kvm", path.display(), reason(error)).hint(Self::kvm_advice(error))
     }
 
+    /// What was opened at `path` does not speak KVM's API.
+    pub fn not_kvm(path: &Path) -> Self {
+        Self::new("--kvm", path.display(), "not a KVM device").hint(NAME_OF_KVM)
+    }
+
     /// What to do about a KVM device that could not be opened.
     pub fn kvm_advice(error: &io::Error) -> &'static str {
         match error.raw_os_error() {
@@ -269,7 +299,7 @@ impl ConfigError {
                 "join the group that owns it, mostly kvm, and log in again; in a container, pass \
                  the device in"
             }
-            _ => "name the device node of KVM, mostly /dev/kvm",
+            _ => NAME_OF_KVM,
         }
     }
 }

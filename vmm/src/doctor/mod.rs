@@ -136,7 +136,7 @@ impl KvmReport {
         self.api_version = Some(version);
         if u32::try_from(version) != Ok(KVM_API_VERSION) {
             problems.push(Problem {
-                problem: format!("{} speaks no API of KVM's that is known", self.device),
+                problem: format!("{} is not a KVM device", self.device),
                 advice: "name the device node of KVM, mostly /dev/kvm",
             });
             return;
