@@ -167,6 +167,10 @@ fn with_msix_off_the_isr_status_tells_and_a_read_clears_it() {
     active.device.config_changed();
     active.queues[0].signal.signal();
     assert_eq!(pci.take_isr(), 3);
+    active.queues[0].signal.signal();
+    drop(state);
+    pci.reset();
+    assert_eq!(pci.take_isr(), 0, "a reset clears it, too");
     assert_eq!(sink.events(), []);
 }
 

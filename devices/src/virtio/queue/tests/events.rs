@@ -1,5 +1,6 @@
 //! Event suppression: who is told of what, and that nobody sleeps on it.
 
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::mpsc;
 
 use proptest::prelude::*;
@@ -162,6 +163,139 @@ fn nobody_sleeps_on_work_with_flags() {
 #[test]
 fn nobody_sleeps_on_work_with_event_idx() {
     nobody_sleeps_on_work(EVENT_IDX);
+}
+
+/// Where two threads meet, to go on at nearly the same moment.
+#[derive(Default)]
+struct Meeting(AtomicUsize);
+
+impl Meeting {
+    /// Waits for the other thread; `visits` counts the caller's own meetings.
+    fn meet(&self, visits: &mut usize) {
+        *visits += 1;
+        self.0.fetch_add(1, Ordering::SeqCst);
+        for spins in 1u64.. {
+            if self.0.load(Ordering::SeqCst) >= 2 * *visits {
+                return;
+            }
+            // The other one may be waiting for this CPU.
+            if spins.is_multiple_of(128) {
+                std::thread::yield_now();
+            }
+            std::hint::spin_loop();
+        }
+    }
+}
+
+/// One step of a side of a race: true if it saw the other, or told it.
+type Step<'a> = &'a mut dyn FnMut() -> bool;
+
+/// Lets two threads do one step each at the same time, again and again: each side gets a function
+/// to call with its step. In every round at least one of the steps must be true.
+fn race(
+    left: impl FnOnce(&mut dyn FnMut(Step<'_>)) + Send,
+    right: impl FnOnce(&mut dyn FnMut(Step<'_>)) + Send,
+) {
+    let meeting = Meeting::default();
+    let either = [const { AtomicBool::new(false) }; 2];
+    let run = |visits: &mut usize, side: usize, step: Step<'_>| {
+        meeting.meet(visits);
+        // Now the one is a little earlier, now the other.
+        for spin in 0..(*visits / 3 * (7 + 30 * side)) % 101 {
+            std::hint::black_box(spin);
+        }
+        let result = step();
+        either[side].store(result, Ordering::SeqCst);
+        meeting.meet(visits);
+        let told = either.iter().any(|one| one.load(Ordering::SeqCst));
+        meeting.meet(visits);
+        // In both threads, so that neither waits for the other for ever.
+        assert!(told, "round {}: neither side learnt of the other", *visits / 3);
+    };
+    std::thread::scope(|scope| {
+        let mut visits = 0;
+        scope.spawn(move || left(&mut |step| run(&mut visits, 0, step)));
+        let mut visits = 0;
+        right(&mut |step| run(&mut visits, 1, step));
+    });
+}
+
+const RACES: usize = 20_000;
+
+/// The driver publishes a chain while the device enables kicks: one of them learns of the other.
+fn a_chain_or_a_kick_is_seen(features: u64) {
+    let (mut driver, mut queue, _, _) = setup(8, features);
+    race(
+        move |round| {
+            let mut chain = Chain::new();
+            for _ in 0..RACES {
+                queue.disable_kicks();
+                round(&mut || queue.enable_kicks());
+                assert_eq!(queue.pop(&mut chain), Ok(true));
+                queue.push(chain.head(), 1);
+                queue.publish();
+            }
+        },
+        move |round| {
+            for _ in 0..RACES {
+                driver.add(&[Buf::writable(BUFFERS, 1)]);
+                round(&mut || driver.publish());
+                driver.wait_used();
+            }
+        },
+    );
+}
+
+/// The device publishes a used chain while the driver enables interrupts: likewise.
+fn a_used_chain_or_an_interrupt_is_seen(features: u64) {
+    let (mut driver, mut queue, _, _) = setup(8, features);
+    let (available, ready) = mpsc::channel();
+    race(
+        move |round| {
+            let mut chain = Chain::new();
+            for _ in 0..RACES {
+                ready.recv().unwrap();
+                assert_eq!(queue.pop(&mut chain), Ok(true));
+                queue.push(chain.head(), 1);
+                round(&mut || queue.publish());
+            }
+        },
+        move |round| {
+            for taken in 0..RACES {
+                driver.want_interrupts(false);
+                driver.add(&[Buf::writable(BUFFERS, 1)]);
+                driver.publish();
+                available.send(()).unwrap();
+                round(&mut || {
+                    // The device's store now has to wait for this cache line.
+                    driver.used_index();
+                    driver.want_interrupts(true);
+                    driver.used_index() != taken as u16
+                });
+                driver.wait_used();
+            }
+        },
+    );
+}
+
+#[test]
+fn a_chain_or_a_kick_is_seen_with_flags() {
+    a_chain_or_a_kick_is_seen(0);
+}
+
+#[test]
+fn a_chain_or_a_kick_is_seen_with_event_idx() {
+    a_chain_or_a_kick_is_seen(EVENT_IDX);
+}
+
+#[test]
+fn a_used_chain_or_an_interrupt_is_seen_with_flags() {
+    a_used_chain_or_an_interrupt_is_seen(0);
+}
+
+#[test]
+fn a_used_chain_or_an_interrupt_is_seen_with_event_idx() {
+    a_used_chain_or_an_interrupt_is_seen(EVENT_IDX);
 }
 
 proptest! {
