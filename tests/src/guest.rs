@@ -154,7 +154,11 @@ impl Running {
     pub fn wait_for(&mut self, what: &str, mut seen: impl FnMut(&Self) -> bool) {
         let start = Instant::now();
         while !seen(self) {
-            assert!(start.elapsed() < self.limit, "never seen: {what}; console: {}", self.console());
+            assert!(
+                start.elapsed() < self.limit,
+                "never seen: {what}; console: {}",
+                self.console()
+            );
             let ended = self.child.try_wait().expect("waiting works");
             assert!(
                 ended.is_none() || seen(self),

@@ -2,5 +2,6 @@
 
 pub mod elf;
 pub mod guest;
+pub mod verify;
 
 pub use guest::{Guest, Outcome};

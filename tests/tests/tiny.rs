@@ -38,7 +38,8 @@ fn reboot_ends_with_0() {
 
 #[test]
 fn reboot_restarts_when_asked_to() {
-    let mut guest = guest(&[print(COM1, "again\n"), reset()]).args(["--on-reboot", "restart"]).spawn();
+    let mut guest =
+        guest(&[print(COM1, "again\n"), reset()]).args(["--on-reboot", "restart"]).spawn();
     guest.wait_for("three boots", |g| g.console().matches("again").count() >= 3);
     guest.signal(libc::SIGTERM);
     guest.wait().expect(0);
@@ -94,15 +95,22 @@ fn results_marks_are_snapshots_of_all_counters() {
         power_off(),
     ]);
     end.expect(0);
-    assert!(end.results.starts_with("@mark one\n"), "the channel is kept as it is: {}", end.results);
-    assert_eq!(end.stats["guest"][0]["driver"], "x");
+    assert!(
+        end.results.starts_with("@mark one\n"),
+        "the channel is kept as it is: {}",
+        end.results
+    );
+    assert_eq!(end.stats["guest"]["guest"][0]["driver"], "x");
     assert_eq!(end.stats["guest_exit_status"], 3);
     let marks = end.stats["marks"].as_array().expect("marks");
     let writes = |mark: &serde_json::Value| mark["vcpus"][0]["exits"]["userspace_io_out"].as_u64();
     let between = writes(&marks[1]).zip(writes(&marks[0])).map(|(b, a)| b - a);
     let sent = "\n@guest {\"driver\":\"x\"}\n".len() - 1 + "abc".len() + "@mark two\n".len();
     assert_eq!(between, Some(sent as u64), "every port write between the marks is one exit");
-    assert!(marks[1]["vcpus"][0]["exits"]["exits"].as_u64() >= writes(&marks[1]), "KVM counts them");
+    assert!(
+        marks[1]["vcpus"][0]["exits"]["exits"].as_u64() >= writes(&marks[1]),
+        "KVM counts them"
+    );
 }
 
 #[test]
@@ -123,6 +131,10 @@ fn the_halt_polling_limit_is_the_vms_own_and_shown() {
     let end = guest(&[power_off()]).args(["--halt-poll-ns", "123us"]).run();
     end.expect(0);
     assert_eq!(end.stats["config"]["halt_poll_ns"], 123_000);
-    let module = fs::read_to_string("/sys/module/kvm/parameters/halt_poll_ns").expect("kvm is loaded");
-    assert_eq!(end.stats["host"]["kvm_parameters"]["halt_poll_ns"], module.trim().parse::<u64>().unwrap());
+    let module =
+        fs::read_to_string("/sys/module/kvm/parameters/halt_poll_ns").expect("kvm is loaded");
+    assert_eq!(
+        end.stats["host"]["kvm_parameters"]["halt_poll_ns"],
+        module.trim().parse::<u64>().unwrap()
+    );
 }

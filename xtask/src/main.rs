@@ -4,6 +4,8 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+mod bench;
+mod demo;
 mod guest;
 mod lab;
 mod test;
@@ -19,6 +21,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Bench(bench::Args),
+    Demo(demo::Args),
     /// Make the stock guests in target/guest/ from Debian packages.
     Guest(guest::Args),
     Lab(lab::Args),
@@ -27,6 +31,8 @@ enum Command {
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
+        Command::Bench(args) => bench::run(&args),
+        Command::Demo(args) => demo::run(&args),
         Command::Guest(args) => guest::run(&args),
         Command::Lab(args) => lab::run(&args),
         Command::Test(args) => test::run(&args),

@@ -2,9 +2,11 @@
 //! the file; lines that begin with `@` mean something to Pollux as well.
 //!
 //! * `@mark NAME`: take a snapshot of all figures now, under that name;
-//! * `@guest JSON`: what the guest reports of its own settings;
-//! * `@exit N`: the exit status of the guest's command.
+//! * `@exit N`: the exit status of the guest's command;
+//! * `@WORD JSON`: a report of the guest's, such as `@guest` (its settings) and `@fio` (what it
+//!   measured).
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use devices::serial::LineWatcher;
@@ -16,18 +18,30 @@ use crate::lifecycle::Lifecycle;
 
 /// A guest may set this many marks; further ones are ignored, so that it cannot make Pollux grow.
 const MAX_MARKS: usize = 256;
-/// A guest may report this many lines.
-const MAX_GUEST_LINES: usize = 256;
+/// A guest may make this many reports.
+const MAX_REPORTS: usize = 256;
 
 /// What the guest said on the results channel.
 #[derive(Debug, Default)]
 pub struct GuestReport {
-    /// The JSON of `@guest` lines, in order.
-    pub lines: Vec<Json>,
+    /// Its reports by their word, each in order.
+    pub reports: BTreeMap<String, Vec<Json>>,
     /// Of the last `@exit` line.
     pub exit_status: Option<i32>,
     /// Of `@mark` lines, in order.
     pub marks: Vec<Mark>,
+}
+
+impl GuestReport {
+    fn add(&mut self, word: &str, rest: &str) {
+        let Some(word) = word.strip_prefix('@') else { return };
+        let count: usize = self.reports.values().map(Vec::len).sum();
+        if count < MAX_REPORTS
+            && let Ok(report) = serde_json::from_str::<Json>(rest)
+        {
+            self.reports.entry(word.to_owned()).or_default().push(report);
+        }
+    }
 }
 
 /// All figures when the guest set a mark.
@@ -58,11 +72,8 @@ impl LineWatcher for ChannelWatcher {
                 let snapshot = self.sources.snapshot();
                 report.marks.push(Mark { name: rest.to_owned(), snapshot });
             }
-            "@guest" if report.lines.len() < MAX_GUEST_LINES => {
-                report.lines.extend(serde_json::from_str::<Json>(rest).ok());
-            }
             "@exit" => report.exit_status = rest.parse().ok(),
-            _ => {}
+            _ => report.add(word, rest),
         }
     }
 }
@@ -110,16 +121,20 @@ mod tests {
         });
         let report = Arc::new(Mutex::new(GuestReport::default()));
         let mut watcher = ChannelWatcher { sources, report: Arc::clone(&report) };
-        for line in ["@mark a", "@guest {\"driver\":\"haltpoll\"}", "@guest {", "@exit 7\r", "x"] {
+        let guest = "@guest {\"driver\":\"haltpoll\"}";
+        for line in ["@mark a", guest, "@guest {", "@exit 7\r", "x", "x {}"] {
             watcher.line(line.as_bytes());
         }
         for _ in 0..2 * MAX_MARKS {
             watcher.line(b"@mark b");
+            watcher.line(b"@fio {}");
         }
         let report = report.lock().unwrap();
         assert_eq!(report.marks[0].name, "a");
         assert_eq!(report.marks.len(), MAX_MARKS);
-        assert_eq!(report.lines, [serde_json::json!({"driver": "haltpoll"})]);
+        assert_eq!(report.reports["guest"], [serde_json::json!({"driver": "haltpoll"})]);
+        assert_eq!(report.reports["fio"].len() + 1, MAX_REPORTS);
+        assert_eq!(report.reports.len(), 2);
         assert_eq!(report.exit_status, Some(7));
     }
 }

@@ -216,7 +216,7 @@ pub fn report(config: &VmConfig, guest: &GuestReport, last: &Snapshot, end: &End
         "vcpus": last.vcpus,
         "queues": last.queues,
         "workers": last.workers,
-        "guest": guest.lines,
+        "guest": guest.reports,
         "guest_exit_status": guest.exit_status,
         "marks": guest.marks,
     })

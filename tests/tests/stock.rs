@@ -1,0 +1,212 @@
+//! Stock Debian guests, where KVM can run them: `cargo xtask test` runs these in the lab.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use pollux_tests::guest::guest_file;
+use pollux_tests::{Guest, Outcome, verify};
+
+/// Bytes of the disk that fio writes.
+const DATA_BYTES: u64 = 64 << 20;
+
+/// A guest of `release` that boots `image`, with the root disk as /dev/vda.
+fn guest(image: &str, release: &str) -> Guest {
+    let initrd = guest_file(&format!("initrd-{release}.img"));
+    let root = format!("path={},readonly=on", guest_file("rootfs.ext4").display());
+    Guest::new(&guest_file(&format!("{image}-{release}")))
+        .args([Path::new("--initrd"), &initrd])
+        .args(["--disk", &root])
+}
+
+/// Runs `command` in `guest` and checks that it succeeded there.
+fn succeed(guest: Guest, command: &str) -> Outcome {
+    let end = run(guest, command);
+    end.expect(0);
+    assert_eq!(end.stats["guest_exit_status"], 0, "{}\n{}", end.results, end.console);
+    end
+}
+
+fn run(guest: Guest, command: &str) -> Outcome {
+    assert!(!command.contains('"'), "the command stands in double quotes");
+    guest.args(["--cmdline", &format!("quiet pollux.cmd=\"{command}\"")]).run()
+}
+
+// --- Boot: both releases, three ways in.
+
+fn boots(image: &str, release: &str, protocol: &str) {
+    let guest = guest(image, release).args(["--boot", protocol, "--cpus", "2"]);
+    let end = succeed(guest, "uname -r; nproc; cat /proc/mounts; dmesg | grep -i 'booting para'");
+    assert!(end.results.contains(release), "the kernel's release: {}", end.results);
+    assert!(end.results.lines().any(|line| line == "2"), "both CPUs: {}", end.results);
+    assert!(end.results.contains("/dev/vda / ext4 ro"), "the root disk: {}", end.results);
+    assert!(end.stats["queues"][0]["requests"].as_u64() > Some(0), "{:#}", end.stats["queues"]);
+}
+
+#[test]
+fn boot_6_12_bzimage() {
+    boots("vmlinuz", "6.12", "auto");
+}
+
+#[test]
+fn boot_6_12_vmlinux() {
+    boots("vmlinux", "6.12", "linux64");
+}
+
+#[test]
+fn boot_6_12_pvh() {
+    boots("vmlinux", "6.12", "pvh");
+}
+
+#[test]
+fn boot_6_1_bzimage() {
+    boots("vmlinuz", "6.1", "auto");
+}
+
+#[test]
+fn boot_6_1_vmlinux() {
+    boots("vmlinux", "6.1", "linux64");
+}
+
+#[test]
+fn boot_6_1_pvh() {
+    boots("vmlinux", "6.1", "pvh");
+}
+
+#[test]
+fn boot_four_cpus() {
+    let end = succeed(guest("vmlinuz", "6.12").args(["--cpus", "4"]), "nproc");
+    assert!(end.results.lines().any(|line| line == "4"), "{}", end.results);
+    assert_eq!(end.stats["vcpus"].as_array().map(Vec::len), Some(4));
+}
+
+// --- Memory: each side of the hole below 4 GiB.
+
+/// Kilobytes of memory the guest manages.
+fn memory_total_kib(memory: &str) -> u64 {
+    let end =
+        succeed(guest("vmlinuz", "6.12").args(["--memory", memory]), "grep MemTotal /proc/meminfo");
+    let line = end.results.lines().find(|line| line.starts_with("MemTotal:")).expect("MemTotal");
+    line.split_whitespace().nth(1).and_then(|n| n.parse().ok()).expect("a number")
+}
+
+#[test]
+fn memory_of_128_mib_is_enough() {
+    assert!((60 << 10..128 << 10).contains(&memory_total_kib("128M")));
+}
+
+#[test]
+fn memory_beyond_the_hole_is_all_there() {
+    assert!((4700 << 10..5 << 20).contains(&memory_total_kib("5G")));
+}
+
+// --- How a stock guest ends.
+
+#[test]
+fn end_reboot_is_0() {
+    let end = run(guest("vmlinuz", "6.12"), "reboot -f");
+    end.expect(0);
+    assert_eq!(end.stats["end"]["how"]["reason"], "reboot");
+}
+
+#[test]
+fn end_panic_is_3() {
+    run(guest("vmlinuz", "6.12"), "echo c > /proc/sysrq-trigger").expect(3);
+}
+
+#[test]
+fn end_panic_before_any_driver_is_3() {
+    // No initrd and no root=: the kernel panics before it has loaded a module.
+    Guest::new(&guest_file("vmlinuz-6.1")).args(["--cmdline", "quiet"]).run().expect(3);
+}
+
+// --- Disks: fio writes, reads and checks, then the host checks what is in the file.
+
+/// `direct`: the guest bypasses its own page cache.
+fn verifies(disk_options: &str, direct: bool) {
+    let guest = guest("vmlinuz", "6.12");
+    let data = new_disk(guest.dir());
+    let spec = format!("path={},{disk_options}", data.display());
+    let guest = guest.args(["--cpus", "2", "--disk", &spec]);
+    let direct = u8::from(direct);
+    // The run's directory goes with the outcome: look at the disk before.
+    let mut running = guest
+        .args(["--cmdline", &format!("quiet pollux.cmd=\"fio-verify /dev/vdb {direct}\"")])
+        .spawn();
+    running.wait_for("the end of fio", |guest| guest.results().contains("@exit"));
+    let results = running.results();
+    let copy = File::open(&data).expect("the disk's file");
+    running.wait().expect(0);
+    assert!(results.contains("@verify ok"), "{results}");
+    let bytes = read_all(copy);
+    let blocks = verify::blocks(&bytes).expect("what the guest checked is in the file");
+    assert!(blocks > 1000, "fio wrote only {blocks} blocks");
+}
+
+fn new_disk(dir: &Path) -> PathBuf {
+    let path = dir.join("data");
+    File::create(&path).and_then(|file| file.set_len(DATA_BYTES)).expect("a disk's file");
+    path
+}
+
+fn read_all(mut file: File) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    std::io::Read::read_to_end(&mut file, &mut bytes).expect("the disk can be read");
+    bytes
+}
+
+macro_rules! verify {
+    ($($name:ident: $options:literal)*) => {$(
+        #[test]
+        fn $name() {
+            verifies(concat!("queues=2,", $options), true);
+        }
+    )*};
+}
+
+verify! {
+    verify_uring: "engine=uring,direct=off,event-idx=on"
+    verify_uring_no_event_idx: "engine=uring,direct=off,event-idx=off"
+    verify_uring_direct: "engine=uring,direct=on,event-idx=on"
+    verify_uring_direct_no_event_idx: "engine=uring,direct=on,event-idx=off"
+    verify_sync: "engine=sync,direct=off,event-idx=on"
+    verify_sync_no_event_idx: "engine=sync,direct=off,event-idx=off"
+    verify_sync_direct: "engine=sync,direct=on,event-idx=on"
+    verify_sync_direct_no_event_idx: "engine=sync,direct=on,event-idx=off"
+}
+
+#[test]
+fn verify_through_the_guests_page_cache() {
+    verifies("queues=1,engine=uring", false);
+}
+
+// --- What the guest sees of the disk.
+
+#[test]
+fn disk_properties_reach_the_guest() {
+    let guest = guest("vmlinuz", "6.12");
+    let data = new_disk(guest.dir());
+    let spec = format!("path={},queues=2,serial=pollux-42,cache=writethrough", data.display());
+    let guest = guest.args(["--cpus", "2", "--disk", &spec]);
+    let end = succeed(
+        guest,
+        "cd /sys/block/vdb; cat serial; echo; cat size ro queue/write_cache; ls mq | wc -l; \
+         cat /sys/block/vda/ro; cat queue/discard_max_bytes; blockdev --flushbufs /dev/vdb",
+    );
+    let lines: Vec<&str> = end.results.lines().skip_while(|line| *line != "pollux-42").collect();
+    assert_eq!(lines.get(1..6), Some(&["131072", "0", "write through", "2", "1"][..]), "{lines:?}");
+    assert!(lines.get(6).and_then(|n| n.parse::<u64>().ok()) > Some(0), "discard: {lines:?}");
+}
+
+#[test]
+fn discard_gives_the_hosts_space_back() {
+    use std::os::unix::fs::MetadataExt;
+    let guest = guest("vmlinuz", "6.12");
+    let data = new_disk(guest.dir());
+    fs::write(&data, vec![0xa5; DATA_BYTES as usize]).expect("a full disk");
+    let before = fs::metadata(&data).expect("the disk").blocks();
+    let file = File::open(&data).expect("the disk");
+    let guest = guest.args(["--disk", &format!("path={}", data.display())]);
+    succeed(guest, "blkdiscard /dev/vdb && sync");
+    let after = file.metadata().expect("the disk").blocks();
+    assert!(after < before / 10, "{before} blocks before, {after} after");
+}
