@@ -7,6 +7,7 @@
 
 pub mod bus;
 pub mod irq;
+pub mod irqchip;
 pub mod pci;
 pub mod power;
 pub mod serial;
