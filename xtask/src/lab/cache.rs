@@ -19,8 +19,7 @@ const FORMAT: &str = "1";
 /// The kernel of the emulated machine: a pattern for apt-cache.
 const KERNEL: (&str, &str) = ("6.12", r"^linux-image-6\.12\.[0-9]+\+deb12-amd64$");
 
-/// What L1 loads: its root, its scratch disk, KVM with AMD's SVM, and device mapper targets that fail
-/// on request.
+/// What L1 loads: its root, its scratch disk, KVM with AMD's SVM, and loop devices.
 const MODULES: [&str; 8] = [
     "9pnet_virtio",
     "9p",
@@ -293,25 +292,55 @@ fn ensure_qemu_starts(cache: &Cache) -> Result<()> {
 /// After VMRUN has injected an external interrupt into its guest, `cs->exception_index` still holds
 /// the vector. If the vCPU's thread is kicked before the guest's next exit, the vector is delivered
 /// again, as an exception and whatever RFLAGS.IF says; the guest then spins or dies. The injection
-/// itself does not need the store. In the machine code it is `mov %esi,-0x28f0(%rbx)`, and what
-/// follows stores `error_code = 0` and `exception_next_eip = -1`; in this place only. It becomes a
-/// six-byte no-op. A QEMU in which this is not found exactly once is refused.
+/// itself does not need the store. It becomes a six-byte no-op. A QEMU in which it is not found
+/// exactly once is refused.
 fn drop_stale_vector(image: &mut [u8]) -> Result<()> {
-    const BEFORE: &[u8] = b"\x41\x0f\xb6\xf4\x44\x89\xab\xe0\x33\0\0";
-    const STORE: &[u8] = b"\x89\xb3\x10\xd7\xff\xff";
-    const AFTER: &[u8] = b"\xc7\x83\xe4\x33\0\0\0\0\0\0\x48\xc7\x83\xe8\x33\0\0\xff\xff\xff\xff";
+    let mut places = image.windows(InjectedVector::BYTES).enumerate().filter_map(|(at, code)| {
+        InjectedVector::matches(code).then_some(at + InjectedVector::STORE)
+    });
+    let (Some(store), None) = (places.next(), places.next()) else {
+        bail!("QEMU's code for VMRUN is not what the lab knows how to correct");
+    };
+    image[store..store + InjectedVector::NO_OP.len()].copy_from_slice(InjectedVector::NO_OP);
+    Ok(())
+}
+
+/// The machine code around that store, which differs between QEMU's versions in the offsets of
+/// fields only (7.2, 10.0 and 11.1 were looked at):
+///
+/// ```text
+/// movzbl %r12b,%esi                  the vector
+/// mov    %r13d,is_int(%rbx)          env->exception_is_int, at some offset A
+/// mov    %esi,index(%rbx)            cs->exception_index, in front of env: negative; the store
+/// movl   $0,error_code(%rbx)         env->error_code, at A + 4
+/// movq   $-1,next_eip(%rbx)          env->exception_next_eip, at A + 8
+/// ```
+struct InjectedVector;
+
+impl InjectedVector {
+    const BYTES: usize = 38;
+    /// Where the store is.
+    const STORE: usize = 11;
     const NO_OP: &[u8] = b"\x66\x0f\x1f\x44\0\0";
-    let pattern = [BEFORE, STORE, AFTER].concat();
-    let mut places = image.windows(pattern.len()).enumerate();
-    let found = places.find_map(|(at, window)| (window == pattern).then_some(at));
-    let again = places.any(|(_, window)| window == pattern);
-    match found {
-        Some(at) if !again => {
-            let at = at + BEFORE.len();
-            image[at..at + NO_OP.len()].copy_from_slice(NO_OP);
-            Ok(())
-        }
-        _ => bail!("{QEMU_SUITE} has another QEMU than the lab knows"),
+
+    fn matches(code: &[u8]) -> bool {
+        let has = |at: usize, bytes: &[u8]| code.get(at..at + bytes.len()) == Some(bytes);
+        let offset =
+            |at: usize| code.get(at..)?.first_chunk().map(|bytes| i32::from_le_bytes(*bytes));
+        let opcodes = has(0, b"\x41\x0f\xb6\xf4")
+            && has(4, b"\x44\x89\xab")
+            && has(11, b"\x89\xb3")
+            && has(17, b"\xc7\x83")
+            && has(23, b"\0\0\0\0")
+            && has(27, b"\x48\xc7\x83")
+            && has(34, b"\xff\xff\xff\xff");
+        opcodes
+            && match (offset(7), offset(13), offset(19), offset(30)) {
+                (Some(is_int @ 0..0x10000), Some(..0), Some(error_code), Some(next_eip)) => {
+                    error_code == is_int + 4 && next_eip == is_int + 8
+                }
+                _ => false,
+            }
     }
 }
 
@@ -335,6 +364,9 @@ mod tests {
     fn an_unknown_or_ambiguous_qemu_is_refused() {
         assert!(drop_stale_vector(&mut b"another program".to_vec()).is_err());
         assert!(drop_stale_vector(&mut [KNOWN, KNOWN].concat()).is_err());
+        let mut other_field = KNOWN.to_vec();
+        other_field[20] = 0xf4; // what is set to 0 does not follow what was set before
+        assert!(drop_stale_vector(&mut other_field).is_err());
     }
 
     #[test]

@@ -15,7 +15,7 @@ use crate::guest;
 use crate::lab::{Lab, Options, Outcome, Stream};
 use crate::util::{self, Context, Error, Result, bail};
 
-/// Tests that share one machine.
+/// Tests that share one machine, at most.
 const GROUP: usize = 4;
 /// Machines at a time. Each keeps one CPU of this machine busy.
 const MACHINES: usize = 2;
@@ -54,12 +54,13 @@ pub fn run(suite: &mut Suite) -> Result<Tally> {
     }
     let lab = Lab::open(false)?;
     println!("{} tests, on {}", names.len(), lab.place());
+    let group = names.len().div_ceil(MACHINES).min(GROUP);
     let runner = Runner {
         lab: &lab,
         program: &program,
         pollux: &pollux,
         shared: Mutex::new(Shared {
-            waiting: names.chunks(GROUP).map(<[String]>::to_vec).collect(),
+            waiting: names.chunks(group).map(<[String]>::to_vec).collect(),
             busy: 0,
             tally: Tally::default(),
             lab: LabTally::default(),
