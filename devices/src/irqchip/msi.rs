@@ -47,6 +47,19 @@ impl UserMsi {
         }
     }
 
+    /// Keeps a trigger of a vector that was seen masked for the next unmask, or delivers it if that
+    /// has happened in between.
+    fn keep(&self, state: &AtomicU64) {
+        if state.fetch_or(PENDING, Ordering::SeqCst) & LIVE == 0 {
+            return;
+        }
+        // Whoever clears the flag delivers.
+        let word = state.fetch_and(!PENDING, Ordering::SeqCst);
+        if word & PENDING != 0 {
+            self.send(word);
+        }
+    }
+
     fn vector(&self, vector: u16) -> io::Result<&AtomicU64> {
         self.vectors.get(usize::from(vector)).ok_or(io::ErrorKind::InvalidInput.into())
     }
@@ -60,13 +73,8 @@ impl MsiSink for UserMsi {
         if word & LIVE != 0 {
             return self.send(word);
         }
-        if word & KNOWN == 0 || state.fetch_or(PENDING, Ordering::SeqCst) & LIVE == 0 {
-            return;
-        }
-        // Unmasked in between: whoever clears the flag delivers.
-        let word = state.fetch_and(!PENDING, Ordering::SeqCst);
-        if word & PENDING != 0 {
-            self.send(word);
+        if word & KNOWN != 0 {
+            self.keep(state);
         }
     }
 

@@ -242,6 +242,7 @@ mod tests {
         assert_eq!(timer.initial_count(), 100);
         timer.set_initial_count(5, at(10_000));
         assert_eq!(timer.deadline_ns(at(10_000)), Some(10_080));
+        assert_eq!(timer.deadline_ns(at(10_090)), Some(10_090), "due already");
         timer.set_initial_count(50, at(10_010));
         assert!(!timer.expire(at(10_100)), "the new count replaces the old");
         assert!(timer.expire(at(10_810)));

@@ -85,8 +85,8 @@ fn an_edge_sends_one_message() {
     line.pulse();
     assert_eq!(machine.take_vectors(), [(1, 0x31)]);
     line.set_level(true);
-    line.set_level(true);
     assert_eq!(machine.take_vectors(), [(1, 0x31)]);
+    line.set_level(true);
     line.set_level(false);
     assert_eq!(machine.take_vectors(), []);
     assert!(!remote_irr(&machine, 4));
@@ -141,9 +141,11 @@ fn a_level_that_is_masked_waits_for_the_unmask() {
 #[test]
 fn the_end_of_an_edge_interrupt_is_not_told() {
     let mut machine = Machine::xapic(1);
+    let line = machine.chip.line(9).unwrap();
     route(&machine, 9, 0, 0x31 | LEVEL_LOW);
-    machine.chip.line(9).unwrap().set_level(true);
+    line.set_level(true);
     assert_eq!(machine.lapics[0].serve(), Some(0x31));
+    line.set_level(false);
     // The same vector, from an MSI: edge triggered.
     assert!(machine.msi(0, false, 0x31));
     machine.lapics[0].eoi();

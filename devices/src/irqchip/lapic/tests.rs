@@ -193,11 +193,13 @@ fn init_resets_all_but_identifier_and_mode() {
         lapic.command(0, 1 << 18 | 0x31);
         lapic.command(0, 1 << 18 | 0x41);
         lapic.serve().unwrap();
+        assert!(machine.msi(1, false, 0xc051));
         machine.lapics[0].command(1, 0xc500);
         let lapic = &mut machine.lapics[1];
         assert!(lapic.take_init());
         assert_eq!(lapic.apic_base(), base);
         assert_eq!((lapic.vectors(IRR), lapic.vectors(ISR)), (vec![], vec![]));
+        assert_eq!(lapic.vectors(TMR), []);
         assert_eq!((lapic.read_reg(SVR), lapic.read_reg(TPR)), (0xff, 0));
         assert_eq!(lapic.read_reg(LVT_TIMER), 0x1_0000);
         assert_eq!(lapic.read_reg(CURRENT_COUNT), 0);
@@ -289,6 +291,16 @@ fn a_tsc_deadline_in_the_past_fires_with_the_write() {
         assert_eq!(lapic.pending_vector(), Some(0xec));
         assert_eq!(lapic.read_msr(MSR_TSC_DEADLINE, at(1000)), Ok(0));
     }
+}
+
+#[test]
+fn a_new_tsc_deadline_does_not_lose_an_expired_one() {
+    let (_machine, mut lapic) = single();
+    lapic.write_reg(LVT_TIMER, DEADLINE | 0xec);
+    lapic.write_msr(MSR_TSC_DEADLINE, 100, at(0)).unwrap();
+    lapic.write_msr(MSR_TSC_DEADLINE, 4000, at(1000)).unwrap();
+    assert_eq!(lapic.serve(), Some(0xec));
+    assert_eq!(lapic.next_timer_deadline_ns(at(1000)), Some(2000));
 }
 
 #[test]

@@ -52,6 +52,19 @@ fn what_is_triggered_while_masked_is_delivered_once_on_unmask_with_the_new_messa
 }
 
 #[test]
+fn a_vector_that_is_unmasked_after_it_was_seen_masked_is_delivered_once() {
+    let mut machine = Machine::xapic(1);
+    let sink = machine.chip.msi_sink(1);
+    sink.unmask(0, message(0, 0x40)).unwrap();
+    // What a trigger does that saw the vector as it was before.
+    sink.keep(&sink.vectors[0]);
+    assert_eq!(machine.take_vectors(), [(0, 0x40)]);
+    sink.mask(0).unwrap();
+    sink.unmask(0, message(0, 0x40)).unwrap();
+    assert_eq!(machine.take_vectors(), []);
+}
+
+#[test]
 fn unmasking_again_changes_the_message() {
     let mut machine = Machine::xapic(2);
     let sink = machine.chip.msi_sink(1);

@@ -251,12 +251,12 @@ fn init_and_two_start_up_messages_start_a_processor_once_each() {
         machine.lapics[0].command(1, 0xc500);
         machine.lapics[0].command(1, 0x8500);
         machine.lapics[0].command(1, 0x0698);
-        machine.lapics[0].command(1, 0x0699);
+        machine.lapics[0].command(1, 0x0665);
         assert_eq!(machine.bells[1].take(), 3);
         let lapic = &mut machine.lapics[1];
         assert!(lapic.shared().init_pending() && lapic.shared().sipi_pending());
         assert!(lapic.take_init() && !lapic.take_init());
-        assert_eq!((lapic.take_sipi(), lapic.take_sipi()), (Some(0x99), None));
+        assert_eq!((lapic.take_sipi(), lapic.take_sipi()), (Some(0x65), None));
     }
 }
 
