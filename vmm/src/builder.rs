@@ -21,12 +21,13 @@ use crate::boot::cpuid::{self, CpuidConfig};
 use crate::boot::{
     self, BootError, BootProtocol, BootRequest, Entry, Image, acpi, layout, msrs, regs,
 };
-use crate::config::{Boot, ConfigError, Console, VmConfig};
+use crate::config::{Boot, ConfigError, Console, Halt, VmConfig};
 use crate::irq::kernel::{IoEventFds, Router};
 use crate::lifecycle::Lifecycle;
 use crate::stats::channel::{ChannelWatcher, GuestReport, PanicWatcher};
 use crate::stats::kvm::KvmStats;
 use crate::stats::{DiskSource, Sources, VcpuSource};
+use crate::vcpu::passthrough;
 use crate::vcpu::run::{Machine, Vcpu};
 use crate::vm::{Vm, VmError, kvm_error};
 
@@ -79,6 +80,11 @@ fn host_error(what: &'static str) -> impl FnOnce(std::io::Error) -> VmError {
 /// # Errors
 /// See [`BuildError`].
 pub fn build(config: &VmConfig, reopened: bool) -> Result<Built, BuildError> {
+    if config.halt == Halt::User {
+        return Err(ConfigError::new("--halt", "user", "this version cannot do it yet")
+            .hint("use kernel or passthrough")
+            .into());
+    }
     let disks = open_disks(config)?;
     let kvm = open_kvm(config)?;
     let memory = crate::memory::map(&layout::ram_ranges(config.memory_bytes))?;
@@ -90,7 +96,10 @@ pub fn build(config: &VmConfig, reopened: bool) -> Result<Built, BuildError> {
     let entry = load(config, &memory, &window)?;
 
     let lifecycle = Arc::new(Lifecycle::new().map_err(host_error("make an eventfd"))?);
-    let vm = Vm::new(kvm, memory, config.halt_poll_ns)?;
+    let vm = Vm::new(kvm, memory, config.halt_poll.halt_poll_ns)?;
+    if config.halt == Halt::Passthrough {
+        passthrough::enable(&vm)?;
+    }
     let (vcpus, vcpu_sources) = make_vcpus(config, &vm, &cpuid, &entry)?;
     let disk_sources = disks
         .iter()

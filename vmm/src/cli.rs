@@ -77,16 +77,41 @@ pub struct RunArgs {
     #[arg(long = "disk", value_name = "SPEC")]
     pub disks: Vec<String>,
 
-    /// Where a halted vCPU waits: kernel (KVM polls, then blocks).
+    /// Where a halted vCPU waits: kernel, user or passthrough.
+    ///
+    /// kernel: KVM polls, then blocks. user: Pollux does, which also has the local APIC then.
+    /// passthrough: HLT does not leave the guest, which keeps its host CPU.
     #[arg(long, value_name = "MODE", default_value = "kernel")]
     pub halt: String,
 
-    /// The longest time that KVM polls for a halted vCPU of this VM before it blocks.
+    /// The longest time that the host polls for a halted vCPU of this VM before it blocks.
     ///
-    /// Sets the VM's maximum window with KVM_CAP_HALT_POLL; without this option the module
-    /// parameter halt_poll_ns of kvm holds. 0: no polling.
+    /// With --halt kernel this sets the VM's maximum window with KVM_CAP_HALT_POLL; without the
+    /// option the module parameter halt_poll_ns of kvm holds. 0: no polling.
     #[arg(long, value_name = "TIME")]
     pub halt_poll_ns: Option<String>,
+
+    /// What the host's poll window is multiplied by when it grows.
+    ///
+    /// This and the next two are the VM's own with --halt user. With --halt kernel they are
+    /// parameters of the host's module kvm: see --allow-host-tuning.
+    #[arg(long, value_name = "N")]
+    pub halt_poll_ns_grow: Option<String>,
+
+    /// The window it grows to from 0.
+    #[arg(long, value_name = "TIME")]
+    pub halt_poll_ns_grow_start: Option<String>,
+
+    /// What the window is divided by when it shrinks; 0 makes it 0.
+    #[arg(long, value_name = "N")]
+    pub halt_poll_ns_shrink: Option<String>,
+
+    /// Let parameters of the host's module kvm be changed while this VM runs, which affects all VMs
+    /// of the host. Needs root.
+    ///
+    /// They are put back when Pollux ends, also by a signal or by a bug; only SIGKILL leaves them.
+    #[arg(long)]
+    pub allow_host_tuning: bool,
 
     /// How the guest idles: default, haltpoll, halt or poll.
     ///
@@ -238,7 +263,7 @@ mod tests {
             ("pollux run --kernel k --memory 1G --memory 2G", "--memory"),
             ("pollux run --kernel k --memory -5", "'-5'"),
             ("pollux run --kernel k --dedicated=yes", "--dedicated"),
-            ("pollux run --kernel k --halt-poll-ns-grow 2", "--halt-poll-ns-grow"),
+            ("pollux run --kernel k --halt-poll-ns-growth 2", "--halt-poll-ns-grow"),
             ("pollux run --kernel k\nj --frob\n", "--frob"),
             ("pollux doctor --frob", "'--frob'"),
         ];

@@ -13,6 +13,7 @@ mod memory;
 mod run;
 mod stats;
 mod terminal;
+mod tuning;
 mod vcpu;
 mod vm;
 

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{self, Write};
+use std::path::Path;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
@@ -11,6 +12,7 @@ use crate::events::{self, Signals};
 use crate::lifecycle::End;
 use crate::stats;
 use crate::terminal::RawTerminal;
+use crate::tuning::{self, HostTuning};
 use crate::vcpu::kick;
 use crate::vm::VmError;
 
@@ -23,6 +25,7 @@ pub fn run(config: &VmConfig) -> Result<End, BuildError> {
     // Blocked signals are inherited, so this comes before the first thread.
     let signals = Signals::open().map_err(host("open the signals"))?;
     kick::install_handler().map_err(host("install the kick signal"))?;
+    let _tuning = HostTuning::new(Path::new(tuning::PARAMETERS), &config.host_parameters())?;
     let mut restarted = false;
     loop {
         let built = builder::build(config, restarted)?;

@@ -4,6 +4,7 @@
 mod disk;
 mod error;
 mod files;
+mod halt;
 mod idle;
 mod pin;
 mod units;
@@ -15,6 +16,7 @@ use serde::{Serialize, Serializer};
 use virtio_blk::BlkConfig;
 
 pub use error::{ConfigError, one_line, reason};
+pub use halt::{Halt, HaltPoll, HostParameter};
 pub use idle::{GuestHaltPoll, GuestIdle};
 pub use pin::Pinning;
 
@@ -58,9 +60,11 @@ pub struct VmConfig {
     pub disks: Vec<BlkConfig>,
     /// Where a halted vCPU waits.
     pub halt: Halt,
-    /// The VM's maximum host poll window, in nanoseconds; `None` leaves the module parameter in
-    /// force.
-    pub halt_poll_ns: Option<u32>,
+    /// How long it polls before it waits.
+    #[serde(flatten)]
+    pub halt_poll: HaltPoll,
+    /// Parameters of the host's module may be changed while the VM runs.
+    pub allow_host_tuning: bool,
     /// How the guest idles. Already in [`cmdline`](Self::cmdline).
     pub guest_idle: GuestIdle,
     /// Parameters of the guest's haltpoll governor. Already in [`cmdline`](Self::cmdline).
@@ -92,14 +96,6 @@ pub enum Boot {
     Linux64,
     /// The entry of the image's `XEN_ELFNOTE_PHYS32_ENTRY` note.
     Pvh,
-}
-
-/// `--halt`: where a halted vCPU waits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Halt {
-    /// In KVM, which has the local APIC.
-    Kernel,
 }
 
 /// `--console`: where the first serial port goes.
@@ -155,6 +151,7 @@ impl VmConfig {
         let mut disks =
             args.disks.iter().map(|spec| disk::parse(spec)).collect::<Result<Vec<_>, _>>()?;
         let io_poll_ns = units::time_ns("--io-poll-ns", &args.io_poll_ns)?;
+        let (halt, halt_poll) = halt::parse(args)?;
         let (guest_idle, guest_halt_poll) = idle::parse(args)?;
         let queues = disks.iter().map(|disk| u32::from(disk.queues)).sum();
         let pin = match &args.pin {
@@ -191,12 +188,9 @@ impl VmConfig {
             cpus,
             memory_bytes,
             disks,
-            halt: parse_halt(&args.halt)?,
-            halt_poll_ns: args
-                .halt_poll_ns
-                .as_deref()
-                .map(|text| units::time_ns("--halt-poll-ns", text))
-                .transpose()?,
+            halt,
+            halt_poll,
+            allow_host_tuning: args.allow_host_tuning,
             guest_idle,
             guest_halt_poll,
             dedicated: args.dedicated,
@@ -239,6 +233,11 @@ impl VmConfig {
             files::check_output(option, path)?;
         }
         files::check_overlap(&inputs, &outputs)
+    }
+
+    /// Parameters of the host's module to be set while the VM runs: none without the user's consent.
+    pub fn host_parameters(&self) -> Vec<HostParameter> {
+        halt::host_parameters(self.halt, &self.halt_poll)
     }
 
     /// Tells what keeps the guest from booting, by the option that is to blame.
@@ -330,15 +329,6 @@ fn physical_address_bits() -> u32 {
     (std::arch::x86_64::__cpuid(leaf).eax & 0xff).clamp(36, 52)
 }
 
-fn parse_halt(text: &str) -> Result<Halt, ConfigError> {
-    if let "user" | "passthrough" = text {
-        return Err(
-            ConfigError::new("--halt", text, "this version cannot do it yet").hint("use kernel")
-        );
-    }
-    units::choice("--halt", text, &[("kernel", Halt::Kernel)])
-}
-
 fn parse_console(text: &str) -> Result<Console, ConfigError> {
     match text {
         "stdio" => Ok(Console::Stdio),
@@ -388,7 +378,7 @@ mod tests {
     fn the_defaults_are_those_of_the_help() {
         let config = parse("").unwrap();
         assert_eq!((config.cpus, config.memory_bytes), (1, 512 << 20));
-        assert_eq!((config.halt, config.halt_poll_ns), (Halt::Kernel, None));
+        assert_eq!((config.halt, config.halt_poll), (Halt::Kernel, HaltPoll::default()));
         assert_eq!((config.boot, config.on_reboot), (Boot::Auto, OnReboot::Exit));
         assert_eq!((config.console, config.io_poll_ns), (Console::Stdio, 0));
         assert_eq!(config.cmdline, DEFAULT_CMDLINE);
@@ -434,7 +424,7 @@ mod tests {
     fn words_that_are_no_value_of_their_option_are_answered_with_those_that_are() {
         for (option, expected) in [
             ("--boot", "auto, linux64 or pvh"),
-            ("--halt", "use kernel"),
+            ("--halt", "kernel, user or passthrough"),
             ("--guest-idle", "default, haltpoll, halt or poll"),
             ("--console", "stdio, file=PATH or off"),
             ("--on-reboot", "exit or restart"),
@@ -447,17 +437,10 @@ mod tests {
     }
 
     #[test]
-    fn halt_modes_that_are_not_built_say_so() {
-        for mode in ["user", "passthrough"] {
-            assert!(parse(&format!("--halt {mode}")).unwrap_err().contains("yet"));
-        }
-    }
-
-    #[test]
     fn times_of_options_are_nanoseconds_with_or_without_a_unit() {
         let config = parse("--halt-poll-ns 200us --io-poll-ns 50000").unwrap();
-        assert_eq!((config.halt_poll_ns, config.io_poll_ns), (Some(200_000), 50_000));
-        assert_eq!(parse("--halt-poll-ns 0").unwrap().halt_poll_ns, Some(0));
+        assert_eq!((config.halt_poll.halt_poll_ns, config.io_poll_ns), (Some(200_000), 50_000));
+        assert_eq!(parse("--halt-poll-ns 0").unwrap().halt_poll.halt_poll_ns, Some(0));
         assert!(parse("--halt-poll-ns 5s").unwrap_err().starts_with("--halt-poll-ns 5s: "));
         assert!(parse("--io-poll-ns x").unwrap_err().starts_with("--io-poll-ns x: "));
     }

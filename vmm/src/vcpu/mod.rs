@@ -4,4 +4,5 @@
 pub mod emulation;
 pub mod halt;
 pub mod kick;
+pub mod passthrough;
 pub mod run;
