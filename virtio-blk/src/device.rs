@@ -15,7 +15,7 @@ use crate::config::{BlkConfig, CacheMode, ConfigSpace, SECTOR_BYTES, features};
 use crate::disk::Disk;
 use crate::engine;
 use crate::request::Limits;
-use crate::worker::{Poll, Worker};
+use crate::worker::{Poll, ServiceTimes, Worker};
 
 /// The device ID of a block device (virtio 1.2, 5.2.1).
 const DEVICE_TYPE: u32 = 2;
@@ -171,6 +171,7 @@ impl Block {
                 drop(tell);
                 Worker {
                     engine: engine::new(engine_kind, &shared.disk, &memory, queue.size()),
+                    service: ServiceTimes::new(queue.size()),
                     queue,
                     kick: worker_kick,
                     signal,

@@ -40,6 +40,43 @@ pub(crate) struct Worker {
     pub(crate) spare: Vec<Chain>,
     /// Empty between turns.
     pub(crate) done: Vec<Done>,
+    pub(crate) service: ServiceTimes,
+}
+
+/// Measures service times with one look at the clock a batch at each end.
+pub(crate) struct ServiceTimes {
+    /// When the chain with this head was taken; stale where there is none under way.
+    begun: Vec<Instant>,
+    /// Of the chains that went back since the last publication.
+    finished: Vec<Instant>,
+}
+
+impl ServiceTimes {
+    /// For a queue of `queue_size` descriptors.
+    pub(crate) fn new(queue_size: u16) -> ServiceTimes {
+        let begun = vec![Instant::now(); usize::from(queue_size)];
+        ServiceTimes { begun, finished: Vec::new() }
+    }
+
+    fn begin(&mut self, head: u16, now: Instant) {
+        if let Some(begun) = self.begun.get_mut(usize::from(head)) {
+            *begun = now;
+        }
+    }
+
+    fn finish(&mut self, head: u16) {
+        self.finished.extend(self.begun.get(usize::from(head)));
+    }
+
+    fn record(&mut self, counters: &QueueCounters) {
+        if self.finished.is_empty() {
+            return;
+        }
+        let now = Instant::now();
+        for begun in self.finished.drain(..) {
+            counters.service_time_ns.record(nanoseconds(now.duration_since(begun)));
+        }
+    }
 }
 
 /// How long to poll before a sleep.
@@ -105,6 +142,7 @@ impl Worker {
         self.limits.capacity_sectors = self.shared.capacity_sectors.load(Ordering::Relaxed);
         self.limits.writeback = self.shared.writeback.load(Ordering::Relaxed);
         let mut popped = 0;
+        let mut now = None;
         let mut broken = Ok(());
         while popped < MAX_BATCH {
             let mut chain = self.spare.pop().unwrap_or_default();
@@ -120,11 +158,13 @@ impl Worker {
                 }
             }
             popped += 1;
+            self.service.begin(chain.head(), *now.get_or_insert_with(Instant::now));
             pushed += usize::from(self.begin(chain));
         }
         if popped > 0 && !kicked && kicks == 0 {
             self.counters.kicks_suppressed.add(1);
         }
+        self.service.record(&self.counters);
         if self.queue.publish() {
             self.counters.interrupts.add(1);
             self.signal.signal();
@@ -150,10 +190,8 @@ impl Worker {
                 true
             }
             Parsed::NoStatus(chain) => {
-                self.counters.requests.add(1);
                 self.counters.errors.add(1);
-                self.queue.push(chain.head(), 0);
-                self.spare.push(chain);
+                self.give_back(chain, 0);
                 true
             }
         }
@@ -192,12 +230,17 @@ impl Worker {
         adjacent: bool,
     ) {
         byte.store(status as u8);
-        self.queue.push(chain.head(), data_bytes.saturating_add(u32::from(adjacent)));
-        self.spare.push(chain);
-        self.counters.requests.add(1);
         if status != Status::Ok {
             self.counters.errors.add(1);
         }
+        self.give_back(chain, data_bytes.saturating_add(u32::from(adjacent)));
+    }
+
+    fn give_back(&mut self, chain: Chain, written_bytes: u32) {
+        self.counters.requests.add(1);
+        self.service.finish(chain.head());
+        self.queue.push(chain.head(), written_bytes);
+        self.spare.push(chain);
     }
 
     /// Polls, then sleeps, until there may be something to do. True if kicks came.

@@ -4,8 +4,9 @@ mod rig;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
+use std::time::Instant;
 
-use devices::testkit;
+use devices::testkit::{self, Buf};
 use devices::virtio::VirtioDevice;
 use rig::*;
 use virtio_blk::{BlkConfig, CacheMode, EngineKind};
@@ -345,5 +346,26 @@ fn the_lock_ends_with_the_device_although_a_ring_outlives_it_for_a_while() {
         assert!(virtio_blk::Disk::open(&config).is_err(), "it is locked");
         drop(block);
         virtio_blk::Disk::open(&config).unwrap();
+    }
+}
+
+#[test]
+fn every_request_has_a_service_time_within_what_its_driver_waited() {
+    for (name, dir, config) in settings() {
+        let mut rig = Rig::new(dir, 64, config);
+        let started = Instant::now();
+        rig.read(0, 8);
+        rig.write(8, &[1; SECTOR]);
+        assert_eq!(rig.request(FLUSH, 0, &[], 0).status, OK);
+        assert_eq!(rig.request(GET_ID, 0, &[], 20).status, OK);
+        assert_eq!(rig.request(IN, 64, &[], SECTOR).status, IOERR);
+        let no_status = rig.arena.alloc_with(&header(FLUSH, 0));
+        rig.send(&[Buf::readable(no_status, 16)]);
+        let waited_ns = started.elapsed().as_nanos() as u64;
+        let counters = &rig.block.counters()[0];
+        let times = counters.service_time_ns.snapshot();
+        assert_eq!((times.count(), counters.requests.get()), (6, 6), "{name}");
+        assert!(times.max > 0 && times.sum >= times.max, "{name}: {times:?}");
+        assert!(times.sum <= waited_ns, "{name}: {times:?}, waited {waited_ns} ns");
     }
 }
