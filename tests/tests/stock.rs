@@ -123,7 +123,11 @@ fn end_panic_before_any_driver_is_3() {
 
 /// `direct`: the guest bypasses its own page cache.
 fn verifies(disk_options: &str, direct: bool) {
-    let guest = guest("vmlinuz", "6.12");
+    verifies_on(disk_options, direct, &[]);
+}
+
+fn verifies_on(disk_options: &str, direct: bool, options: &[&str]) {
+    let guest = guest("vmlinuz", "6.12").args(options);
     let data = new_disk(guest.dir());
     let spec = format!("path={},{disk_options}", data.display());
     let guest = guest.args(["--cpus", "2", "--disk", &spec]);
@@ -209,4 +213,26 @@ fn discard_gives_the_hosts_space_back() {
     succeed(guest, "blkdiscard /dev/vdb && sync");
     let after = file.metadata().expect("the disk").blocks();
     assert!(after < before / 10, "{before} blocks before, {after} after");
+}
+
+// --- Pollux's own local APIC.
+
+#[test]
+fn user_apic_boots_6_12_with_two_cpus_and_counts_its_halts() {
+    let guest = guest("vmlinuz", "6.12").args(["--halt", "user", "--cpus", "2"]);
+    let end = succeed(guest, "nproc; grep -c . /proc/cpuinfo; sleep 1; cat /proc/interrupts");
+    assert!(end.results.lines().any(|line| line == "2"), "{}", end.results);
+    let vcpu = &end.stats["vcpus"][1];
+    assert!(vcpu["exits"]["userspace_hlt"].as_u64() > Some(0), "{vcpu:#}");
+    assert!(vcpu["halt"]["halt_wakeup"].as_u64() > Some(0), "{vcpu:#}");
+}
+
+#[test]
+fn user_apic_boots_6_1() {
+    succeed(guest("vmlinuz", "6.1").args(["--halt", "user", "--cpus", "1"]), "uname -r");
+}
+
+#[test]
+fn user_apic_verifies() {
+    verifies_on("queues=2,engine=uring", true, &["--halt", "user"]);
 }

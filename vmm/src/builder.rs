@@ -3,30 +3,29 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::sync::atomic::{AtomicBool, AtomicI32};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use devices::GuestMemory;
 use devices::bus::{BusDevice, MmioBus, PioBus};
+use devices::irqchip::{IOAPIC_ADDRESS, IOAPIC_BYTES};
 use devices::pci::bus::{ConfigPorts, Ecam, PciRoot};
 use devices::power::{self, AcpiPower, I8042, PowerSink, PvPanic};
 use devices::serial::{self, SerialPort};
 use devices::virtio::pci::VirtioPci;
 use kvm_bindings::{CpuId, KVM_API_VERSION};
-use kvm_ioctls::{Cap, Kvm, VcpuFd};
+use kvm_ioctls::Kvm;
 use virtio_blk::{BlkConfig, Block, Disk};
 
-use crate::boot::cpuid::{self, CpuidConfig};
-use crate::boot::{
-    self, BootError, BootProtocol, BootRequest, Entry, Image, acpi, layout, msrs, regs,
-};
+use crate::boot::{self, BootError, BootProtocol, BootRequest, Entry, Image, acpi, layout};
 use crate::config::{Boot, ConfigError, Console, Halt, VmConfig};
-use crate::irq::kernel::{IoEventFds, Router};
+use crate::irq::Interrupts;
+use crate::irq::kernel::IoEventFds;
 use crate::lifecycle::Lifecycle;
 use crate::stats::channel::{ChannelWatcher, GuestReport, PanicWatcher};
-use crate::stats::kvm::KvmStats;
-use crate::stats::{DiskSource, Sources, VcpuSource};
+use crate::stats::{DiskSource, Sources};
+use crate::vcpu::create::{self, Created};
 use crate::vcpu::passthrough;
 use crate::vcpu::run::{Machine, Vcpu};
 use crate::vm::{Vm, VmError, kvm_error};
@@ -67,11 +66,11 @@ pub struct Built {
 }
 
 /// Turns an error of the devices into one of ours.
-fn machine_error(error: impl std::fmt::Display) -> VmError {
+pub fn machine_error(error: impl std::fmt::Display) -> VmError {
     VmError::Machine(error.to_string())
 }
 
-fn host_error(what: &'static str) -> impl FnOnce(std::io::Error) -> VmError {
+pub fn host_error(what: &'static str) -> impl FnOnce(std::io::Error) -> VmError {
     move |why| VmError::Host { what, why }
 }
 
@@ -80,11 +79,6 @@ fn host_error(what: &'static str) -> impl FnOnce(std::io::Error) -> VmError {
 /// # Errors
 /// See [`BuildError`].
 pub fn build(config: &VmConfig, reopened: bool) -> Result<Built, BuildError> {
-    if config.halt == Halt::User {
-        return Err(ConfigError::new("--halt", "user", "this version cannot do it yet")
-            .hint("use kernel or passthrough")
-            .into());
-    }
     let disks = open_disks(config)?;
     let kvm = open_kvm(config)?;
     let memory = crate::memory::map(&layout::ram_ranges(config.memory_bytes))?;
@@ -96,28 +90,29 @@ pub fn build(config: &VmConfig, reopened: bool) -> Result<Built, BuildError> {
     let entry = load(config, &memory, &window)?;
 
     let lifecycle = Arc::new(Lifecycle::new().map_err(host_error("make an eventfd"))?);
-    let vm = Vm::new(kvm, memory, config.halt_poll.halt_poll_ns)?;
+    let vm = Vm::new(kvm, memory, config.halt, config.halt_poll.halt_poll_ns)?;
     if config.halt == Halt::Passthrough {
         passthrough::enable(&vm)?;
     }
-    let (vcpus, vcpu_sources) = make_vcpus(config, &vm, &cpuid, &entry)?;
+    let Created { vcpus, sources, interrupts } = create::create(config, &vm, &cpuid, &entry)?;
     let disk_sources = disks
         .iter()
         .zip(&config.disks)
         .map(|(block, disk)| DiskSource { name: disk.name.clone(), device: block.handle() })
         .collect();
-    let sources =
-        Arc::new(Sources { start: Instant::now(), vcpus: vcpu_sources, disks: disk_sources });
+    let sources = Arc::new(Sources { start: Instant::now(), vcpus: sources, disks: disk_sources });
     let guest = Arc::new(Mutex::new(GuestReport::default()));
 
-    let router = Router::new(Arc::clone(&vm.fd)).map_err(host_error("route interrupts"))?;
-    let console = make_console(config, &router, &lifecycle, reopened)?;
-    let results = make_results(config, &router, &sources, &guest, reopened)?;
-    let pci = make_pci(disks, &vm, &router, window)?;
+    let console = make_console(config, &interrupts, &lifecycle, reopened)?;
+    let results = make_results(config, &interrupts, &sources, &guest, reopened)?;
+    let pci = make_pci(disks, &vm, &interrupts, window)?;
     let pio = make_pio(&pci, &lifecycle, Arc::clone(&console), results)?;
     let mut mmio = MmioBus::new(Arc::clone(&pci));
     mmio.insert(layout::ECAM_START, layout::ECAM_BYTES, shared(Ecam(pci)))
         .map_err(machine_error)?;
+    if let Interrupts::User(chip) = &interrupts {
+        mmio.insert(IOAPIC_ADDRESS, IOAPIC_BYTES, chip.ioapic()).map_err(machine_error)?;
+    }
 
     let stop = AtomicBool::new(false);
     let machine = Arc::new(Machine { pio, mmio, memory: vm.memory, lifecycle, stop });
@@ -150,7 +145,7 @@ fn open_disks(config: &VmConfig) -> Result<Vec<Block>, BuildError> {
 }
 
 /// Physical address bits of the guest's CPU (CPUID 0x8000_0008, EAX bits 7:0).
-fn physical_bits(cpuid: &CpuId) -> u8 {
+pub fn physical_bits(cpuid: &CpuId) -> u8 {
     let leaf = cpuid.as_slice().iter().find(|entry| entry.function == 0x8000_0008);
     leaf.map_or(36, |entry| (entry.eax & 0xff) as u8)
 }
@@ -190,55 +185,10 @@ fn load(
     Ok(boot::load(memory, request).map_err(|error| config.boot_error(&error))?)
 }
 
-fn make_vcpus(
-    config: &VmConfig,
-    vm: &Vm,
-    supported: &CpuId,
-    entry: &Entry,
-) -> Result<(Vec<Vcpu>, Vec<VcpuSource>), VmError> {
-    let cpuid_config = CpuidConfig {
-        cpus: config.cpus,
-        tsc_deadline_timer: vm.kvm.check_extension(Cap::TscDeadlineTimer),
-        x2apic: true,
-        pmu: false,
-        withheld_kvm_features: 0,
-        dedicated: config.dedicated,
-    };
-    let mut vcpus = Vec::with_capacity(config.cpus as usize);
-    let mut sources = Vec::with_capacity(config.cpus as usize);
-    for index in 0..config.cpus {
-        let fd = vm.fd.create_vcpu(u64::from(index)).map_err(kvm_error("create a vCPU"))?;
-        let cpuid = cpuid::for_vcpu(supported, &cpuid_config, index).map_err(machine_error)?;
-        fd.set_cpuid2(&cpuid).map_err(kvm_error("set a vCPU's CPUID"))?;
-        msrs::set(&fd).map_err(machine_error)?;
-        fd.set_fpu(&regs::fpu()).map_err(kvm_error("set a vCPU's FPU state"))?;
-        if index == 0 {
-            set_boot_registers(&fd, entry)?;
-        }
-        let (counters, tid) = (Arc::default(), Arc::new(AtomicI32::new(0)));
-        sources.push(VcpuSource {
-            index,
-            counters: Arc::clone(&counters),
-            tid: Arc::clone(&tid),
-            kvm: KvmStats::open(&fd).ok(),
-        });
-        let pin_cpu = config.pin.vcpus.get(&index).copied();
-        vcpus.push(Vcpu { index, fd, counters, tid, pin_cpu });
-    }
-    Ok((vcpus, sources))
-}
-
-/// The boot CPU starts in the kernel; the others wait for its INIT and SIPI.
-fn set_boot_registers(fd: &VcpuFd, entry: &Entry) -> Result<(), VmError> {
-    let created = fd.get_sregs().map_err(kvm_error("read a vCPU's registers"))?;
-    fd.set_sregs(&regs::sregs(entry, created)).map_err(kvm_error("set a vCPU's registers"))?;
-    fd.set_regs(&regs::regs(entry)).map_err(kvm_error("set a vCPU's registers"))
-}
-
 /// COM1. Its output is watched for the kernel's last words.
 fn make_console(
     config: &VmConfig,
-    router: &Router,
+    interrupts: &Interrupts,
     lifecycle: &Arc<Lifecycle>,
     reopened: bool,
 ) -> Result<Arc<Mutex<SerialPort>>, BuildError> {
@@ -247,7 +197,7 @@ fn make_console(
         Console::File(path) => Box::new(open_output("--console", path, reopened)?),
         Console::Off => Box::new(std::io::sink()),
     };
-    let irq = router.line(layout::COM1_GSI).map_err(host_error("connect COM1's interrupt"))?;
+    let irq = interrupts.line(layout::COM1_GSI).map_err(host_error("connect COM1's interrupt"))?;
     let port = SerialPort::new(irq, sink).watched_by(Box::new(PanicWatcher(Arc::clone(lifecycle))));
     Ok(Arc::new(Mutex::new(port)))
 }
@@ -255,14 +205,14 @@ fn make_console(
 /// COM2, the results channel, if there is one.
 fn make_results(
     config: &VmConfig,
-    router: &Router,
+    interrupts: &Interrupts,
     sources: &Arc<Sources>,
     report: &Arc<Mutex<GuestReport>>,
     reopened: bool,
 ) -> Result<Option<SerialPort>, BuildError> {
     let Some(path) = &config.results else { return Ok(None) };
     let sink = open_output("--results", path, reopened)?;
-    let irq = router.line(layout::COM2_GSI).map_err(host_error("connect COM2's interrupt"))?;
+    let irq = interrupts.line(layout::COM2_GSI).map_err(host_error("connect COM2's interrupt"))?;
     let watcher = ChannelWatcher { sources: Arc::clone(sources), report: Arc::clone(report) };
     Ok(Some(SerialPort::new(irq, Box::new(sink)).watched_by(Box::new(watcher))))
 }
@@ -285,14 +235,14 @@ fn open_output(
 fn make_pci(
     disks: Vec<Block>,
     vm: &Vm,
-    router: &Arc<Router>,
+    interrupts: &Interrupts,
     window: std::ops::Range<u64>,
 ) -> Result<Arc<PciRoot>, VmError> {
     let mut pci = PciRoot::new(window.start..=window.end - 1);
     let binder = Arc::new(IoEventFds(Arc::clone(&vm.fd)));
     for block in disks {
         let vectors = block.counters().len() as u16 + 1;
-        let sink = router.sink(vectors).map_err(host_error("make an eventfd"))?;
+        let sink = interrupts.msi_sink(vectors).map_err(host_error("make an eventfd"))?;
         let function =
             VirtioPci::new(Box::new(block), Arc::clone(&vm.memory), sink, Arc::clone(&binder) as _)
                 .map_err(machine_error)?;

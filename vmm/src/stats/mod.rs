@@ -19,6 +19,7 @@ use virtio_blk::BlockHandle;
 use crate::config::VmConfig;
 use crate::lifecycle::End;
 use crate::vcpu::run::ExitCounters;
+use crate::vcpu::user::UserStats;
 use channel::GuestReport;
 use kvm::{KvmStats, Value, Values};
 use threads::ThreadCost;
@@ -40,6 +41,8 @@ pub struct VcpuSource {
     pub tid: Arc<AtomicI32>,
     /// KVM's own statistics, where this KVM has them.
     pub kvm: Option<KvmStats>,
+    /// What its own local APIC and halt loop count, in mode `user`.
+    pub user: Option<Arc<UserStats>>,
 }
 
 /// Where one disk's figures come from.
@@ -165,10 +168,16 @@ impl VcpuSource {
             ("userspace_mmio_read", &own.mmio_read),
             ("userspace_mmio_write", &own.mmio_write),
             ("userspace_hlt", &own.hlt),
+            ("userspace_rdmsr", &own.rdmsr),
+            ("userspace_wrmsr", &own.wrmsr),
+            ("userspace_irq_window", &own.irq_window),
             ("userspace_intr", &own.intr),
             ("userspace_other", &own.other),
         ] {
             exits.insert(name.to_owned(), counter.get());
+        }
+        if let Some(user) = &self.user {
+            halt = user.halt_values();
         }
         VcpuFigures { name: format!("vcpu{}", self.index), exits, halt, cost }
     }

@@ -11,6 +11,7 @@ use devices::virtio::stats::Counter;
 use kvm_bindings::kvm_run;
 use kvm_ioctls::{VcpuExit, VcpuFd};
 
+use super::user::{Entry, UserApic};
 use super::{emulation, halt, kick};
 use crate::affinity;
 use crate::lifecycle::{End, Lifecycle};
@@ -29,6 +30,12 @@ pub struct ExitCounters {
     pub mmio_write: Counter,
     /// HLT.
     pub hlt: Counter,
+    /// Model-specific registers read.
+    pub rdmsr: Counter,
+    /// Model-specific registers written.
+    pub wrmsr: Counter,
+    /// The guest can take an interrupt, which it could not before.
+    pub irq_window: Counter,
     /// KVM_RUN interrupted by a signal (a kick).
     pub intr: Counter,
     /// Everything else.
@@ -61,6 +68,8 @@ pub struct Vcpu {
     pub tid: Arc<AtomicI32>,
     /// The host CPU it is pinned to.
     pub pin_cpu: Option<usize>,
+    /// Its local APIC, where that is not in the kernel.
+    pub user: Option<Box<UserApic>>,
 }
 
 impl Vcpu {
@@ -69,7 +78,9 @@ impl Vcpu {
     /// # Errors
     /// The host refused a thread.
     pub fn spawn(mut self, machine: Arc<Machine>) -> io::Result<JoinHandle<()>> {
-        thread::Builder::new().name(format!("vcpu{}", self.index)).spawn(move || {
+        let wake = self.user.as_ref().map(|user| Arc::clone(&user.wake));
+        let name = format!("vcpu{}", self.index);
+        let thread = thread::Builder::new().name(name).spawn(move || {
             self.tid.store(affinity::current_tid(), Ordering::Relaxed);
             if let Some(end) = self.pin().or_else(|| self.run(&machine)) {
                 machine.lifecycle.finish(end);
@@ -78,7 +89,11 @@ impl Vcpu {
             while !machine.stop.load(Ordering::Acquire) {
                 thread::park();
             }
-        })
+        })?;
+        if let Some(wake) = wake {
+            wake.attach(&thread);
+        }
+        Ok(thread)
     }
 
     fn pin(&self) -> Option<End> {
@@ -92,10 +107,29 @@ impl Vcpu {
         let run: *mut kvm_run = self.fd.get_kvm_run();
         // SAFETY: `run` is the mapping of `self.fd`, which outlives the attachment.
         let kicks = unsafe { kick::Attachment::new(run) };
+        if let Some(user) = &mut self.user
+            && let Err(error) = user.begin(&self.fd)
+        {
+            return Some(self.failed(&format!("its timer cannot be made: {error}")));
+        }
         while !machine.stop.load(Ordering::Acquire) {
-            match self.fd.run() {
+            if let Some(user) = &mut self.user {
+                match user.prepare(&mut self.fd, &machine.stop) {
+                    Ok(Entry::Enter) => {}
+                    Ok(Entry::Again) => continue,
+                    Err(error) => return Some(self.failed(&format!("KVM refused: {error}"))),
+                }
+            }
+            let exit = self.fd.run();
+            if let Some(user) = &mut self.user {
+                // SAFETY: the mapping lives as long as `self.fd`; KVM writes it only inside
+                // KVM_RUN, and `exit` borrows other members of it.
+                user.leave(unsafe { &*run });
+            }
+            let counters = &self.counters;
+            match exit {
                 Ok(VcpuExit::IoIn(port, data)) => {
-                    self.counters.io_in.add(1);
+                    counters.io_in.add(1);
                     // SAFETY: KVM filled the io member: this is KVM_EXIT_IO.
                     let size = unsafe { (*run).__bindgen_anon_1.io.size };
                     for item in data.chunks_mut(usize::from(size).max(1)) {
@@ -103,7 +137,7 @@ impl Vcpu {
                     }
                 }
                 Ok(VcpuExit::IoOut(port, data)) => {
-                    self.counters.io_out.add(1);
+                    counters.io_out.add(1);
                     // SAFETY: as above.
                     let size = unsafe { (*run).__bindgen_anon_1.io.size };
                     for item in data.chunks(usize::from(size).max(1)) {
@@ -111,37 +145,62 @@ impl Vcpu {
                     }
                 }
                 Ok(VcpuExit::MmioRead(address, data)) => {
-                    self.counters.mmio_read.add(1);
-                    machine.mmio.read(address, data);
+                    counters.mmio_read.add(1);
+                    if !self.user.as_mut().is_some_and(|user| user.read_mmio(address, data)) {
+                        machine.mmio.read(address, data);
+                    }
                 }
                 Ok(VcpuExit::MmioWrite(address, data)) => {
-                    self.counters.mmio_write.add(1);
-                    machine.mmio.write(address, data);
+                    counters.mmio_write.add(1);
+                    if !self.user.as_mut().is_some_and(|user| user.write_mmio(address, data)) {
+                        machine.mmio.write(address, data);
+                    }
+                }
+                Ok(VcpuExit::X86Rdmsr(msr)) => {
+                    counters.rdmsr.add(1);
+                    match self.user.as_mut().and_then(|user| user.read_msr(msr.index)) {
+                        Some(value) => *msr.data = value,
+                        None => *msr.error = 1,
+                    }
+                }
+                Ok(VcpuExit::X86Wrmsr(msr)) => {
+                    counters.wrmsr.add(1);
+                    let user = self.user.as_mut();
+                    let done = user.is_some_and(|user| user.write_msr(msr.index, msr.data));
+                    *msr.error = u8::from(!done);
                 }
                 Ok(VcpuExit::Hlt) => {
-                    self.counters.hlt.add(1);
-                    return Some(halt::unexpected_hlt(self.index));
+                    counters.hlt.add(1);
+                    let Some(user) = &mut self.user else {
+                        return Some(halt::unexpected_hlt(self.index));
+                    };
+                    // SAFETY: as above; nothing borrows from the mapping here.
+                    let interrupts_enabled = unsafe { (*run).if_flag } != 0;
+                    halt::halt(user, interrupts_enabled, &machine.stop);
                 }
+                Ok(VcpuExit::IrqWindowOpen) => counters.irq_window.add(1),
+                // The guest lowered CR8, which `leave` has taken over.
+                Ok(VcpuExit::SetTpr) => counters.other.add(1),
                 Ok(VcpuExit::Shutdown) => return Some(End::TripleFault),
                 Ok(VcpuExit::InternalError) => {
                     let name = format!("vcpu{}", self.index);
                     let told = emulation::describe(&name, &mut self.fd, &machine.memory);
                     return Some(End::CannotEmulate(told));
                 }
-                Ok(VcpuExit::Intr) => self.counters.intr.add(1),
+                Ok(VcpuExit::Intr) => counters.intr.add(1),
                 Ok(VcpuExit::FailEntry(reason, cpu)) => {
                     return Some(self.failed(&format!(
                         "the CPU refused to enter the guest: reason {reason:#x} on CPU {cpu}"
                     )));
                 }
                 Ok(exit) => {
-                    self.counters.other.add(1);
+                    counters.other.add(1);
                     let what = format!("KVM ended the run for a reason unknown here: {exit:?}");
                     return Some(self.failed(&what));
                 }
                 Err(error) => match error.errno() {
                     libc::EINTR => {
-                        self.counters.intr.add(1);
+                        counters.intr.add(1);
                         kicks.clear();
                     }
                     // A vCPU that waits for SIPI may return so when it is woken.
