@@ -28,8 +28,9 @@ pub const CONFIG_BYTES: usize = 72;
 const WRITEBACK_OFFSET: u64 = 32;
 /// The fewest descriptors that hold a header, a data buffer and a status byte: a power of two.
 const MIN_QUEUE_SIZE: u16 = 4;
-/// The largest split virtqueue (2.7).
-const MAX_QUEUE_SIZE: u16 = 32768;
+/// The largest queue. A split virtqueue may have 32768 descriptors (2.7), but a guest can make the
+/// device keep 16 bytes for each buffer of each chain, which is the square of this.
+const MAX_QUEUE_SIZE: u16 = 1024;
 /// The most queues of one disk.
 const MAX_QUEUES: u16 = 64;
 
@@ -66,7 +67,7 @@ pub struct BlkConfig {
     pub readonly: bool,
     /// The number of queues, 1 to 64, each with a worker thread of its own.
     pub queues: u16,
-    /// The largest size of each queue: a power of two, 4 to 32768.
+    /// The largest size of each queue: a power of two, 4 to 1024.
     pub queue_size: u16,
     /// Who carries out the requests.
     pub engine: EngineKind,

@@ -54,7 +54,7 @@ pub struct RunArgs {
     /// How the kernel is entered: auto, linux64 or pvh.
     ///
     /// linux64 is the 64-bit entry of the Linux/x86 boot protocol; pvh is the entry that an ELF
-    /// image names in its Xen note; auto is linux64.
+    /// image names in its Xen note; auto is linux64 for whatever is Linux, and pvh for other ELF images.
     #[arg(long, value_name = "PROTOCOL", default_value = "auto")]
     pub boot: String,
 
@@ -171,6 +171,8 @@ pub struct RunArgs {
     pub on_reboot: String,
 
     /// When the guest has ended, write the statistics of both sides to PATH, as JSON (-: stdout).
+    ///
+    /// SIGUSR1 writes those so far while it runs: the file is replaced, stdout gets one more.
     #[arg(long, value_name = "PATH|-")]
     pub stats: Option<PathBuf>,
 

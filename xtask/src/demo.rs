@@ -206,7 +206,7 @@ fn explanation(lab: &Lab, rows: &[Row]) -> String {
         Lab::Here => "times are this machine's own; repeat them before you believe a difference.\n",
         Lab::Emulated(_) => {
             "its CPU is emulated, so times are no machine's, and only ratios within this table \
-             mean\nsomething. Counts per request are what they would be anywhere.\n"
+             mean\nsomething. Interrupts and kicks per request are what they would be anywhere; exits and halts come close, for\ntimer interrupts go with time.\n"
         }
     });
     for (setting, row) in SETTINGS.iter().zip(rows) {

@@ -9,7 +9,7 @@ use super::units::{choice, number, switch};
 use super::{ConfigError, files, reason};
 
 const OPTION: &str = "--disk";
-const QUEUE_SIZES: std::ops::RangeInclusive<u32> = 4..=32768;
+const QUEUE_SIZES: std::ops::RangeInclusive<u32> = 4..=1024;
 const QUEUES: std::ops::RangeInclusive<u32> = 1..=64;
 const SERIAL_MAX_BYTES: usize = 20;
 
@@ -205,7 +205,7 @@ mod tests {
 
     #[test]
     fn the_ranges_here_are_those_of_the_device() {
-        let most = "path=a,queues=64,queue-size=32768,serial=12345678901234567890";
+        let most = "path=a,queues=64,queue-size=1024,serial=12345678901234567890";
         assert_eq!(parsed(most).unwrap().check(), Ok(()));
         assert_eq!(parsed("path=a,queue-size=4").unwrap().check(), Ok(()));
         for wrong in [
@@ -264,7 +264,7 @@ mod tests {
             ("queues=65", "1 to 64"),
             ("queues=65537", "1 to 64"),
             ("queues=x", "not a number"),
-            ("queue-size=0", "power of two from 4 to 32768"),
+            ("queue-size=0", "power of two from 4 to 1024"),
             ("queue-size=2", "power of two"),
             ("queue-size=100", "power of two"),
             ("queue-size=65536", "power of two"),
