@@ -3,8 +3,10 @@
 //! A read that the page cache can answer is a single `preadv2` with `RWF_NOWAIT`: it costs less
 //! than a trip through the ring, and at queue depth 1 nothing can be overlapped with it anyway. A
 //! file in memory (tmpfs) never waits but refuses that flag, and io_uring would hand its transfers
-//! to kernel threads; it gets plain calls. Everything else goes to the ring, one submit a batch.
-//! Where the quick try keeps failing, as on a cold disk, it is made only now and then.
+//! to kernel threads; it gets plain calls. So do writes into the page cache of a file system that
+//! refuses the flag for them (ext4): the cache takes them at once unless it is full of what is not yet
+//! written back, and then they would wait anywhere. Everything else goes to the ring, one submit a
+//! batch. Where the quick try keeps failing, as on a cold disk, it is made only now and then.
 //!
 //! The ring is made when it is first needed: on a warm cache that is never, and its memory is
 //! saved. Each request has at most one entry in it, so that the completion queue cannot overflow.
@@ -156,6 +158,9 @@ impl Uring {
             let Some(step) = job.next(&self.disk) else { break Status::Ok };
             let result = match &step {
                 step if self.disk.never_waits() => step.run(&self.disk),
+                Step::Transfer(transfer) if self.goes_to_the_cache(transfer) => {
+                    step.run(&self.disk)
+                }
                 Step::Transfer(transfer) if quick => match self.try_quickly(transfer) {
                     Some(result) => {
                         // What follows a short transfer is not in the cache.
@@ -174,6 +179,12 @@ impl Uring {
             }
         };
         Some(Done { request: job.into_request(), status })
+    }
+
+    /// Whether this is a write into the page cache that cannot be tried without waiting.
+    fn goes_to_the_cache(&self, transfer: &Transfer) -> bool {
+        let cached = transfer.write && transfer.flags & libc::RWF_DSYNC == 0;
+        cached && self.quick_write.never && !self.disk.is_direct()
     }
 
     /// The result, unless the transfer would wait.
