@@ -11,8 +11,10 @@ use devices::serial::SerialPort;
 use crate::lifecycle::{End, Lifecycle};
 use crate::terminal::{Escape, Typed};
 
+/// The signal that asks for the statistics so far.
+const REPORT: libc::c_int = libc::SIGUSR1;
 /// The signals that end Pollux in order.
-const SIGNALS: [(libc::c_int, &str); 4] = [
+const ENDING: [(libc::c_int, &str); 4] = [
     (libc::SIGTERM, "SIGTERM"),
     (libc::SIGINT, "SIGINT"),
     (libc::SIGHUP, "SIGHUP"),
@@ -25,7 +27,7 @@ const RETRY: Duration = Duration::from_millis(2);
 pub struct Signals(OwnedFd);
 
 impl Signals {
-    /// Blocks the ending signals and opens them as a file. Call before any thread starts.
+    /// Blocks the signals and opens them as a file. Call before any thread starts.
     ///
     /// # Errors
     /// The host refused.
@@ -35,9 +37,10 @@ impl Signals {
         let set = unsafe {
             let mut set: libc::sigset_t = mem::zeroed();
             libc::sigemptyset(&mut set);
-            for (signal, _) in SIGNALS {
+            for (signal, _) in ENDING {
                 libc::sigaddset(&mut set, signal);
             }
+            libc::sigaddset(&mut set, REPORT);
             set
         };
         // SAFETY: `set` is a valid set; no old set is asked for.
@@ -54,8 +57,8 @@ impl Signals {
         Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
     }
 
-    /// The name of the signal that came, if one did.
-    fn next(&self) -> Option<&'static str> {
+    /// The signal that came, if one did.
+    fn next(&self) -> Option<Signal> {
         let mut info = [0u8; mem::size_of::<libc::signalfd_siginfo>()];
         // SAFETY: the buffer is as long as said.
         let got = unsafe { libc::read(self.0.as_raw_fd(), info.as_mut_ptr().cast(), info.len()) };
@@ -64,8 +67,17 @@ impl Signals {
         }
         // The number is the first field.
         let number = i32::from_ne_bytes([info[0], info[1], info[2], info[3]]);
-        SIGNALS.iter().find(|&&(signal, _)| signal == number).map(|&(_, name)| name)
+        let ending = ENDING.iter().find(|&&(signal, _)| signal == number);
+        Some(ending.map_or(Signal::Report, |&(_, name)| Signal::End(name)))
     }
+}
+
+/// What a signal asks for.
+enum Signal {
+    /// The end; with the signal's name.
+    End(&'static str),
+    /// The statistics so far.
+    Report,
 }
 
 /// The user's keys on their way to the console.
@@ -104,7 +116,8 @@ impl Keys {
     }
 }
 
-/// Waits until the run has ended, passing keys to `console` (if it is on stdio) meanwhile.
+/// Waits until the run has ended, passing keys to `console` (if it is on stdio) meanwhile, and
+/// calling `report` when a signal asks for the statistics.
 ///
 /// # Errors
 /// The host refused to wait.
@@ -112,6 +125,7 @@ pub fn wait(
     lifecycle: &Lifecycle,
     signals: &Signals,
     console: Option<&Mutex<SerialPort>>,
+    mut report: impl FnMut(),
 ) -> io::Result<End> {
     let mut keys = Keys::default();
     loop {
@@ -122,10 +136,10 @@ pub fn wait(
         let stdin = if listen { libc::STDIN_FILENO } else { -1 };
         let retry = (!keys.waiting.is_empty()).then_some(RETRY);
         let ready = poll([lifecycle.wake().as_raw_fd(), signals.0.as_raw_fd(), stdin], retry)?;
-        if ready[1]
-            && let Some(name) = signals.next()
-        {
-            lifecycle.finish(End::Stopped(name.into()));
+        match ready[1].then(|| signals.next()).flatten() {
+            Some(Signal::End(name)) => lifecycle.finish(End::Stopped(name.into())),
+            Some(Signal::Report) => report(),
+            None => {}
         }
         if ready[2] && !keys.read() {
             lifecycle.finish(End::Stopped("the user (Ctrl-A x)".into()));

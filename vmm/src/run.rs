@@ -1,16 +1,16 @@
 //! `pollux run`: a VM from its assembly to its end.
 
-use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::path::Path;
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
+use std::sync::{Mutex, PoisonError};
 
 use crate::builder::{self, BuildError, Built};
-use crate::config::{Console, OnReboot, Stats, VmConfig};
+use crate::config::{Console, OnReboot, VmConfig};
 use crate::events::{self, Signals};
 use crate::lifecycle::End;
-use crate::stats;
+use crate::stats::channel::GuestReport;
+use crate::stats::{Snapshot, report, sample};
 use crate::terminal::RawTerminal;
 use crate::tuning::{self, HostTuning};
 use crate::vcpu::kick;
@@ -48,14 +48,28 @@ fn run_once(config: &VmConfig, built: Built, signals: &Signals) -> Result<End, V
         .map(|vcpu| vcpu.spawn(machine.clone()))
         .collect::<io::Result<Vec<_>>>()
         .map_err(host("start a vCPU thread"))?;
-    let waited = events::wait(&machine.lifecycle, signals, stdio.then_some(&*console));
-    let last = sources.snapshot();
+    let kick_all = || {
+        for thread in &threads {
+            kick::kick(thread);
+            thread.thread().unpark();
+        }
+    };
+    let snapshot = || {
+        if config.stats.is_some() {
+            sample::ask(&sources.vcpus, kick_all);
+        }
+        sources.snapshot()
+    };
+    let so_far = || {
+        if let Err(why) = write_stats(config, &guest, &snapshot(), None) {
+            eprintln!("pollux: {why}");
+        }
+    };
+    let waited = events::wait(&machine.lifecycle, signals, stdio.then_some(&*console), so_far);
+    let last = snapshot();
 
     machine.stop.store(true, Ordering::Release);
-    for thread in &threads {
-        kick::kick(thread);
-        thread.thread().unpark();
-    }
+    kick_all();
     for thread in threads {
         // A panicked vCPU thread has told so on stderr; disks are still to be flushed.
         let _ = thread.join();
@@ -69,14 +83,20 @@ fn run_once(config: &VmConfig, built: Built, signals: &Signals) -> Result<End, V
     }
     drop(terminal);
     let end = waited.map_err(host("wait for the guest"))?;
-    if let Some(target) = &config.stats {
-        let guest = guest.lock().unwrap_or_else(PoisonError::into_inner);
-        let document = format!("{:#}\n", stats::report(config, &guest, &last, &end));
-        let written = match target {
-            Stats::Stdout => io::stdout().write_all(document.as_bytes()),
-            Stats::File(path) => fs::write(path, document),
-        };
-        written.map_err(host("write the statistics"))?;
-    }
+    write_stats(config, &guest, &last, Some(&end))?;
     Ok(end)
+}
+
+/// Writes the statistics if they are wanted. `end`: how the run ended, if it has.
+fn write_stats(
+    config: &VmConfig,
+    guest: &Mutex<GuestReport>,
+    last: &Snapshot,
+    end: Option<&End>,
+) -> Result<(), VmError> {
+    let Some(target) = &config.stats else { return Ok(()) };
+    let guest = guest.lock().unwrap_or_else(PoisonError::into_inner);
+    let document = report::report(config, &guest, last, end);
+    report::write(target, &document)
+        .map_err(|why| VmError::Host { what: "write the statistics", why })
 }

@@ -68,6 +68,9 @@ const ECX_CMP_LEGACY: u32 = 1 << 1;
 const ECX_SVM: u32 = 1 << 2;
 /// Core, northbridge and L3 performance counters.
 const ECX_AMD_PMU: u32 = 1 << 23 | 1 << 24 | 1 << 28;
+// Leaf 0x4000_0001 EAX.
+const KVM_FEATURE_ASYNC_PF: u32 = 1 << 4;
+const KVM_FEATURE_ASYNC_PF_INT: u32 = 1 << 14;
 // Leaf 0x4000_0001 EDX.
 const KVM_HINTS_REALTIME: u32 = 1;
 
@@ -318,6 +321,10 @@ impl Leaves {
     fn set_kvm(&mut self, config: &CpuidConfig) {
         if let Some(leaf) = self.get_mut(LEAF_KVM_FEATURES) {
             set_bits(&mut leaf.eax, config.withheld_kvm_features, false);
+            // Told by exception alone, the guest can wait for ever, and its vCPU spin in KVM.
+            if leaf.eax & KVM_FEATURE_ASYNC_PF_INT == 0 {
+                set_bits(&mut leaf.eax, KVM_FEATURE_ASYNC_PF, false);
+            }
             set_bits(&mut leaf.edx, KVM_HINTS_REALTIME, config.dedicated);
         }
     }

@@ -10,19 +10,20 @@ use crate::config::reason;
 
 /// The machine that would run guests.
 #[derive(Debug, Serialize)]
-pub(super) struct Host {
+pub struct Host {
     /// The kernel's release, as of `uname -r`.
-    pub(super) kernel: String,
+    pub kernel: String,
     /// The CPU's name.
-    pub(super) cpu: String,
+    pub cpu: String,
     /// CPUs that this process may use.
-    pub(super) cpus: usize,
+    pub cpus: usize,
     /// The host is itself the guest of a hypervisor (CPUID leaf 1, ECX bit 31).
-    pub(super) is_guest: bool,
+    pub is_guest: bool,
 }
 
 impl Host {
-    pub(super) fn query() -> Self {
+    /// Asks this machine.
+    pub fn query() -> Self {
         let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let cpu = cpuinfo
             .lines()
@@ -38,7 +39,7 @@ impl Host {
 }
 
 /// The names of KVM's modules besides `kvm` itself: `kvm_intel`, `kvm_amd`, or what else there is.
-pub(super) fn kvm_modules() -> Vec<String> {
+pub fn kvm_modules() -> Vec<String> {
     let Ok(directory) = fs::read_dir("/sys/module") else { return Vec::new() };
     let mut modules: Vec<String> = directory
         .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
@@ -51,19 +52,20 @@ pub(super) fn kvm_modules() -> Vec<String> {
 /// Parameters of the module `kvm` that say how long a halted vCPU polls; of all VMs that have no
 /// window of their own. `None`: there is no such parameter.
 #[derive(Debug, Serialize)]
-pub(super) struct HaltPoll {
+pub struct HaltPoll {
     /// The longest poll window, in nanoseconds.
-    pub(super) halt_poll_ns: Option<u64>,
+    pub halt_poll_ns: Option<u64>,
     /// What the window is multiplied by when it grows.
-    pub(super) halt_poll_ns_grow: Option<u64>,
+    pub halt_poll_ns_grow: Option<u64>,
     /// The least window after growing, in nanoseconds.
-    pub(super) halt_poll_ns_grow_start: Option<u64>,
+    pub halt_poll_ns_grow_start: Option<u64>,
     /// What the window is divided by when it shrinks; 0 makes it 0.
-    pub(super) halt_poll_ns_shrink: Option<u64>,
+    pub halt_poll_ns_shrink: Option<u64>,
 }
 
 impl HaltPoll {
-    pub(super) fn query() -> Self {
+    /// Reads them now.
+    pub fn query() -> Self {
         let parameter = |name: &str| read(Path::new("/sys/module/kvm/parameters").join(name));
         let number = |name: &str| parameter(name)?.parse().ok();
         Self {

@@ -1,7 +1,7 @@
 //! `pollux doctor`: what this host's KVM can do, and whether it can run a stock kernel.
 
 mod capabilities;
-mod host;
+pub mod host;
 mod tiny;
 
 use std::ffi::CString;

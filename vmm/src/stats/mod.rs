@@ -4,32 +4,27 @@
 
 pub mod channel;
 pub mod kvm;
+pub mod report;
+pub mod sample;
 pub mod threads;
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Instant;
 
+use devices::virtio::stats::Histogram;
 use serde::Serialize;
-use serde_json::{Value as Json, json};
 use virtio_blk::BlockHandle;
 
-use crate::config::VmConfig;
-use crate::lifecycle::End;
 use crate::vcpu::run::ExitCounters;
 use crate::vcpu::user::UserStats;
-use channel::GuestReport;
 use kvm::{KvmStats, Value, Values};
+use sample::{GuestSetup, Sample};
 use threads::ThreadCost;
 
 /// The version of the report's fields.
 pub const SCHEMA: u32 = 1;
-
-/// Parameters of halt polling that belong to the host's module.
-pub const HALT_POLL_PARAMETERS: [&str; 4] =
-    ["halt_poll_ns", "halt_poll_ns_grow", "halt_poll_ns_grow_start", "halt_poll_ns_shrink"];
 
 /// Where one vCPU's figures come from.
 pub struct VcpuSource {
@@ -43,6 +38,8 @@ pub struct VcpuSource {
     pub kvm: Option<KvmStats>,
     /// What its own local APIC and halt loop count, in mode `user`.
     pub user: Option<Arc<UserStats>>,
+    /// What only its thread can read.
+    pub sample: Arc<Sample>,
 }
 
 /// Where one disk's figures come from.
@@ -77,7 +74,7 @@ pub struct Snapshot {
 }
 
 /// One vCPU.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct VcpuFigures {
     /// `vcpu0`.
     pub name: String,
@@ -86,9 +83,27 @@ pub struct VcpuFigures {
     pub exits: BTreeMap<String, u64>,
     /// Halts, with the names of KVM's statistics.
     pub halt: Values,
+    /// The poll window now, in nanoseconds. KVM does not tell its own.
+    pub window_ns: Option<u64>,
+    /// The timers of a local APIC that is Pollux's own.
+    pub timer: Option<TimerFigures>,
+    /// How the guest set it up, as last asked.
+    #[serde(flatten)]
+    pub setup: GuestSetup,
     /// What its thread cost.
     #[serde(flatten)]
     pub cost: ThreadCost,
+}
+
+/// Timers that ended a halt.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct TimerFigures {
+    /// How many.
+    pub wakes: u64,
+    /// By how much they were late in sum, in nanoseconds.
+    pub late_ns: u64,
+    /// By how much the latest was late, in nanoseconds.
+    pub late_max_ns: u64,
 }
 
 /// One queue.
@@ -116,6 +131,44 @@ pub struct QueueFigures {
     pub interrupts: u64,
     /// Publications that needed none.
     pub interrupts_suppressed: u64,
+    /// How long requests took the device.
+    pub service_time_ns: Times,
+}
+
+/// A distribution of times, in nanoseconds. Quantiles are at most 12.5 % too large.
+#[derive(Clone, Debug, Serialize)]
+pub struct Times {
+    /// How many.
+    pub count: u64,
+    /// Their mean.
+    pub mean: Option<u64>,
+    /// Half of them take at most this.
+    pub p50: Option<u64>,
+    /// 99 of 100.
+    pub p99: Option<u64>,
+    /// 999 of 1000.
+    pub p99_9: Option<u64>,
+    /// The longest, exactly.
+    pub max: Option<u64>,
+    /// Pairs of a bucket's largest value and its count, where that is not 0. Buckets of two
+    /// snapshots can be subtracted; quantiles cannot.
+    pub buckets: Vec<(u64, u64)>,
+}
+
+impl Times {
+    fn of(histogram: &Histogram) -> Self {
+        let times = histogram.snapshot();
+        let count = times.count();
+        Self {
+            count,
+            mean: times.sum.checked_div(count),
+            p50: times.quantile(500),
+            p99: times.quantile(990),
+            p99_9: times.quantile(999),
+            max: (count > 0).then_some(times.max),
+            buckets: times.buckets.iter().map(|bucket| (bucket.last, bucket.count)).collect(),
+        }
+    }
 }
 
 /// One worker thread.
@@ -176,10 +229,20 @@ impl VcpuSource {
         ] {
             exits.insert(name.to_owned(), counter.get());
         }
+        let mut setup = self.sample.get();
+        let (mut window_ns, mut timer) = (None, None);
         if let Some(user) = &self.user {
             halt = user.halt_values();
+            window_ns = Some(user.halts.snapshot().window_ns);
+            setup.poll_control = Some(user.poll_control.load(Ordering::Relaxed));
+            timer = Some(TimerFigures {
+                wakes: user.timer_wakes.get(),
+                late_ns: user.timer_late_ns.get(),
+                late_max_ns: user.timer_late_max_ns.load(Ordering::Relaxed),
+            });
         }
-        VcpuFigures { name: format!("vcpu{}", self.index), exits, halt, cost }
+        let name = format!("vcpu{}", self.index);
+        VcpuFigures { name, exits, halt, window_ns, timer, setup, cost }
     }
 }
 
@@ -197,6 +260,7 @@ impl DiskSource {
             errors: counters.errors.get(),
             interrupts: counters.interrupts.get(),
             interrupts_suppressed: counters.interrupts_suppressed.get(),
+            service_time_ns: Times::of(&counters.service_time_ns),
         })
     }
 
@@ -212,46 +276,4 @@ impl DiskSource {
             }
         })
     }
-}
-
-/// The whole document.
-pub fn report(config: &VmConfig, guest: &GuestReport, last: &Snapshot, end: &End) -> Json {
-    json!({
-        "schema": SCHEMA,
-        "config": config,
-        "host": host(),
-        "end": { "how": end, "exit_status": end.exit_status() },
-        "time_ns": last.time_ns,
-        "vcpus": last.vcpus,
-        "queues": last.queues,
-        "workers": last.workers,
-        "guest": guest.reports,
-        "guest_exit_status": guest.exit_status,
-        "marks": guest.marks,
-    })
-}
-
-/// What the host is: the kernel, the CPU and KVM's halt-polling parameters.
-fn host() -> Json {
-    let line = |path: &str| fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
-    let cpu = line("/proc/cpuinfo").and_then(|text| {
-        let found = text.lines().find(|line| line.starts_with("model name"))?;
-        Some(found.split_once(':')?.1.trim().to_owned())
-    });
-    let parameters: BTreeMap<&str, Option<u64>> = HALT_POLL_PARAMETERS
-        .into_iter()
-        .map(|name| {
-            let value = line(&format!("/sys/module/kvm/parameters/{name}"));
-            (name, value.and_then(|text| text.parse().ok()))
-        })
-        .collect();
-    let kvm_module = ["kvm_amd", "kvm_intel", "kvm_pvm"]
-        .into_iter()
-        .find(|name| fs::exists(format!("/sys/module/{name}")).unwrap_or(false));
-    json!({
-        "kernel": line("/proc/sys/kernel/osrelease"),
-        "cpu": cpu,
-        "kvm_module": kvm_module,
-        "kvm_parameters": parameters,
-    })
 }

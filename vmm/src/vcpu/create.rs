@@ -20,6 +20,7 @@ use crate::irq::kernel::Router;
 use crate::irq::user::VcpuWake;
 use crate::stats::VcpuSource;
 use crate::stats::kvm::KvmStats;
+use crate::stats::sample::Sample;
 use crate::vm::{Vm, VmError, kvm_error};
 
 /// Paravirtual features that KVM can provide only with its own local APIC: bits of CPUID
@@ -89,15 +90,17 @@ pub fn create(
             set_boot_registers(&fd, entry)?;
         }
         let (counters, tid) = (Arc::default(), Arc::new(AtomicI32::new(0)));
+        let sample = Arc::<Sample>::default();
         sources.push(VcpuSource {
             index,
             counters: Arc::clone(&counters),
             tid: Arc::clone(&tid),
             kvm: KvmStats::open(&fd).ok(),
             user: user.as_ref().map(|user| Arc::clone(&user.shared)),
+            sample: Arc::clone(&sample),
         });
         let pin_cpu = config.pin.vcpus.get(&index).copied();
-        vcpus.push(Vcpu { index, fd, counters, tid, pin_cpu, user });
+        vcpus.push(Vcpu { index, fd, counters, tid, sample, pin_cpu, user });
     }
     Ok(Created { vcpus, sources, interrupts })
 }

@@ -15,6 +15,7 @@ use super::user::{Entry, UserApic};
 use super::{emulation, halt, kick};
 use crate::affinity;
 use crate::lifecycle::{End, Lifecycle};
+use crate::stats::sample::Sample;
 
 /// Exits that reached userspace, by reason. KVM's own `exits` statistic counts all others too.
 #[derive(Debug, Default)]
@@ -66,6 +67,8 @@ pub struct Vcpu {
     pub counters: Arc<ExitCounters>,
     /// Its thread's id, once it has one.
     pub tid: Arc<AtomicI32>,
+    /// Its answers to questions about the guest's setup.
+    pub sample: Arc<Sample>,
     /// The host CPU it is pinned to.
     pub pin_cpu: Option<usize>,
     /// Its local APIC, where that is not in the kernel.
@@ -87,6 +90,7 @@ impl Vcpu {
             }
             // The thread's cost is read from /proc, which forgets a thread that has ended.
             while !machine.stop.load(Ordering::Acquire) {
+                self.sample.answer(&self.fd);
                 thread::park();
             }
         })?;
@@ -202,6 +206,7 @@ impl Vcpu {
                     libc::EINTR => {
                         counters.intr.add(1);
                         kicks.clear();
+                        self.sample.answer(&self.fd);
                     }
                     // A vCPU that waits for SIPI may return so when it is woken.
                     libc::EAGAIN => {}

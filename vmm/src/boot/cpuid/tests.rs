@@ -156,6 +156,15 @@ fn kvm_features_can_be_withheld_and_the_realtime_hint_set() {
 }
 
 #[test]
+fn page_faults_that_can_be_told_by_exception_only_are_not_offered() {
+    let by_interrupt_withheld = CpuidConfig { withheld_kvm_features: 1 << 14, ..config(1) };
+    for (config, offered) in [(config(1), true), (by_interrupt_withheld, false)] {
+        let eax = leaf(&for_vcpu(&amd(), &config, 0).unwrap(), 0x4000_0001, 0).unwrap()[0];
+        assert_eq!(eax & 1 << 4 != 0, offered);
+    }
+}
+
+#[test]
 fn absent_amd_caches_are_made_up_and_announced() {
     let cpuid = for_vcpu(&amd(), &config(4), 0).unwrap();
     assert_eq!(caches(&cpuid, LEAF_AMD_CACHES), MODEL);
