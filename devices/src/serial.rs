@@ -7,6 +7,8 @@
 //! * the guest writes the interrupt enable register: Linux does so when it has nothing more to send
 //!   (it stops the transmitter's interrupt after the last byte, and its console restores the
 //!   register after each message), so a prompt without a newline appears at once;
+//! * the guest reads the line status twice without sending between: it polls, for input or because
+//!   it has nothing more to send;
 //! * the port is [flushed](SerialPort::flush) or dropped.
 //!
 //! No timer is needed for that, and none disturbs what is measured.
@@ -30,6 +32,9 @@ pub const MAX_LINE_BYTES: usize = 4096;
 /// Interrupt enable register (while the divisor latch is not accessed).
 const INTERRUPT_ENABLE: u64 = 1;
 
+/// Line status register.
+const LINE_STATUS: u64 = 5;
+
 /// Sees the lines a guest sends through a serial port.
 pub trait LineWatcher: Send {
     /// A line is complete. `line` has neither its newline nor a carriage return before it, and at
@@ -41,6 +46,8 @@ pub trait LineWatcher: Send {
 /// A serial port.
 pub struct SerialPort {
     uart: Serial<Line, vm_superio::serial::NoEvents, Output>,
+    /// The last access read the line status.
+    polled: bool,
 }
 
 impl SerialPort {
@@ -51,7 +58,7 @@ impl SerialPort {
     pub fn new(irq: Arc<dyn IrqLine>, sink: Box<dyn Write + Send>) -> Self {
         let output =
             Output { sink, buffer: Vec::with_capacity(BUFFER_BYTES), failed: false, watch: None };
-        SerialPort { uart: Serial::new(Line(irq), output) }
+        SerialPort { uart: Serial::new(Line(irq), output), polled: false }
     }
 
     /// The same port, with `watcher` watching its output.
@@ -80,6 +87,9 @@ impl BusDevice for SerialPort {
         for (byte, register) in data.iter_mut().zip(offset as u8..=u8::MAX) {
             *byte = self.uart.read(register);
         }
+        if std::mem::replace(&mut self.polled, offset == LINE_STATUS) && self.polled {
+            self.flush();
+        }
     }
 
     fn write(&mut self, offset: u64, data: &[u8]) {
@@ -87,6 +97,7 @@ impl BusDevice for SerialPort {
             // Neither the sink nor the interrupt reports an error here.
             let _ = self.uart.write(register, byte);
         }
+        self.polled = false;
         if offset == INTERRUPT_ENABLE {
             self.flush();
         }
@@ -271,6 +282,20 @@ mod tests {
         send(&mut port, b"login: ");
         assert_eq!(sink.take(), Vec::<Vec<u8>>::new());
         port.write(INTERRUPT_ENABLE, &[RECEIVE_INTERRUPT]);
+        assert_eq!(sink.take(), [b"login: ".to_vec()]);
+    }
+
+    #[test]
+    fn output_appears_when_the_guest_polls_without_sending() {
+        let (mut port, _, sink) = port();
+        for byte in *b"login: " {
+            // How a driver that polls sends: it sees that there is room, and sends.
+            read(&mut port, LINE_STATUS);
+            send(&mut port, &[byte]);
+        }
+        read(&mut port, LINE_STATUS);
+        assert!(sink.take().is_empty(), "a byte is no system call");
+        read(&mut port, LINE_STATUS);
         assert_eq!(sink.take(), [b"login: ".to_vec()]);
     }
 

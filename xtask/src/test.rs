@@ -53,7 +53,16 @@ const STEPS: [Step; 7] = [
         name: "tiny",
         run: |suite| {
             suite.pollux()?;
-            tests(cargo(&["test", "--package", "pollux-tests", "--lib", "--test", "tiny"]))
+            tests(cargo(&[
+                "test",
+                "--package",
+                "pollux-tests",
+                "--lib",
+                "--test",
+                "tiny",
+                "--test",
+                "terminal",
+            ]))
         },
     },
     // What the next step relies on: what the lab says of a command, of a hang and of itself.
