@@ -88,3 +88,15 @@ pub fn not_emulated() -> Vec<u8> {
     // mov eax, 0xd000_0000 (zero-extends); fninit; fld qword [rax]
     vec![0xb8, 0, 0, 0, 0xd0, 0xdb, 0xe3, 0xdd, 0x00]
 }
+
+/// Writes a model-specific register.
+pub fn write_msr(index: u32, value: u64) -> Vec<u8> {
+    let mut code = vec![0xb9]; // mov ecx, index
+    code.extend(index.to_le_bytes());
+    code.push(0xb8); // mov eax, the low half
+    code.extend((value as u32).to_le_bytes());
+    code.push(0xba); // mov edx, the high half
+    code.extend(((value >> 32) as u32).to_le_bytes());
+    code.extend([0x0f, 0x30]); // wrmsr
+    code
+}

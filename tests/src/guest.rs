@@ -20,6 +20,7 @@ pub struct Guest {
     command: Command,
     dir: TempDir,
     limit: Duration,
+    stats: bool,
 }
 
 /// How a run ended and what it left.
@@ -79,8 +80,14 @@ impl Guest {
         command.arg("run").arg("--kernel").arg(kernel);
         command.arg("--console").arg(format!("file={}", dir.path().join("console").display()));
         command.arg("--results").arg(dir.path().join("results"));
-        command.arg("--stats").arg(dir.path().join("stats"));
-        Self { command, dir, limit: LIMIT }
+        Self { command, dir, limit: LIMIT, stats: true }
+    }
+
+    /// Leaves `--stats` out.
+    #[must_use]
+    pub fn without_stats(mut self) -> Self {
+        self.stats = false;
+        self
     }
 
     /// Adds options.
@@ -104,6 +111,9 @@ impl Guest {
 
     /// Starts `pollux`; the caller sees to its end.
     pub fn spawn(mut self) -> Running {
+        if self.stats {
+            self.command.arg("--stats").arg(self.dir.path().join("stats"));
+        }
         let child = self
             .command
             .stdin(Stdio::null())
@@ -137,6 +147,11 @@ impl Running {
     /// The results so far.
     pub fn results(&self) -> String {
         read(&self.dir.path().join("results"))
+    }
+
+    /// The last document of `--stats`, or null if there is none yet.
+    pub fn stats(&self) -> Json {
+        serde_json::from_str(&read(&self.dir.path().join("stats"))).unwrap_or(Json::Null)
     }
 
     /// The process of `pollux`.

@@ -2,6 +2,7 @@
 
 pub mod elf;
 pub mod guest;
+pub mod schema;
 pub mod verify;
 
 pub use guest::{Guest, Outcome};
