@@ -55,6 +55,11 @@ fn every_finding_has_its_field() {
     // As the module says it, unless somebody changes it meanwhile.
     let parameter = std::fs::read_to_string("/sys/module/kvm/parameters/halt_poll_ns").unwrap();
     assert_eq!(report["halt_poll"]["halt_poll_ns"].to_string(), parameter.trim());
+    let modes = &report["kvm"]["halt_modes"];
+    assert_eq!(names(modes, "mode"), ["kernel", "user", "passthrough"]);
+    for mode in modes.as_array().unwrap() {
+        assert_eq!(mode["usable"] == true, mode.get("problem").is_none(), "{mode}");
+    }
     assert!(report["io_uring"]["usable"].is_boolean());
     assert!(report["host"]["kernel"].is_string());
 }
@@ -77,7 +82,7 @@ fn whatever_is_missing_comes_with_what_to_do() {
 fn the_text_ends_in_the_answer() {
     let output = doctor(&[]);
     let text = String::from_utf8(output.stdout).unwrap();
-    for name in ["cmpxchg16b", "int3", "fxrstor", "xrstor", "KVM_CAP_IRQFD", "halt_poll_ns_grow"] {
+    for name in ["cmpxchg16b", "int3", "fxrstor", "xrstor", "KVM_CAP_IRQFD", "--halt passthrough"] {
         assert!(text.contains(name), "{name}: {text}");
     }
     let answer = text.contains("\nThis KVM can run a stock kernel.\n");

@@ -151,7 +151,7 @@ const CAPABILITIES: [Entry; 23] = {
             kvm::KVM_CAP_X86_DISABLE_EXITS,
             "KVM_CAP_X86_DISABLE_EXITS",
             Optional,
-            "HLT that does not leave the guest (--halt passthrough, to come)",
+            "HLT that does not leave the guest (--halt passthrough)",
             "run a host kernel of 4.17 or later, on a CPU whose KVM allows it",
         ),
         (
@@ -165,14 +165,14 @@ const CAPABILITIES: [Entry; 23] = {
             kvm::KVM_CAP_X86_USER_SPACE_MSR,
             "KVM_CAP_X86_USER_SPACE_MSR",
             Optional,
-            "MSR exits (--halt user, to come)",
+            "exits at MSRs (--halt user)",
             "run a host kernel of 5.10 or later",
         ),
         (
             kvm::KVM_CAP_X86_MSR_FILTER,
             "KVM_CAP_X86_MSR_FILTER",
             Optional,
-            "seeing MSR_KVM_POLL_CONTROL (--halt user, to come)",
+            "seeing MSR_KVM_POLL_CONTROL (--halt user)",
             "run a host kernel of 5.10 or later",
         ),
         (

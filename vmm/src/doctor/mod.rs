@@ -1,6 +1,7 @@
 //! `pollux doctor`: what this host's KVM can do, and whether it can run a stock kernel.
 
 mod capabilities;
+mod halt;
 pub mod host;
 mod tiny;
 
@@ -17,6 +18,7 @@ use serde::Serialize;
 use crate::cli::DoctorArgs;
 use crate::config::{ConfigError, one_line, reason};
 use capabilities::{Capability, Need};
+use halt::HaltMode;
 use host::{HaltPoll, Host, Uring};
 use tiny::{Outcome, TinyRun};
 
@@ -85,6 +87,8 @@ struct KvmReport {
     max_vcpus: Option<usize>,
     capabilities: Vec<Capability>,
     tiny_guests: Vec<TinyRun>,
+    /// Which values of --halt work.
+    halt_modes: Vec<HaltMode>,
 }
 
 impl Report {
@@ -101,6 +105,7 @@ impl Report {
             max_vcpus: None,
             capabilities: Vec::new(),
             tiny_guests: Vec::new(),
+            halt_modes: Vec::new(),
         };
         match open(device) {
             Ok(handle) => kvm.examine(&handle, &mut problems),
@@ -151,6 +156,7 @@ impl KvmReport {
             }
         }
         self.tiny_guests = tiny::run_all(kvm);
+        self.halt_modes = halt::modes(&self.capabilities, &tiny::halt(kvm));
         let failed: Vec<&str> = self
             .tiny_guests
             .iter()
@@ -196,6 +202,12 @@ impl fmt::Display for Report {
             if run.outcome != Outcome::Ok {
                 writeln!(f, "  {:<6}{:<12}  {}", "", "", run.outcome)?;
             }
+        }
+        if !self.kvm.halt_modes.is_empty() {
+            writeln!(f, "\nWhere a halted vCPU can wait")?;
+        }
+        for mode in &self.kvm.halt_modes {
+            write!(f, "{mode}")?;
         }
         writeln!(f)?;
         if self.can_run_stock_kernel {

@@ -121,6 +121,8 @@ pub(super) enum Outcome {
         /// Its vector.
         vector: u8,
     },
+    /// The guest halted, and KVM said so.
+    Halted,
     /// The guest did not end in time.
     Hung,
     /// Some other exit.
@@ -154,6 +156,7 @@ impl fmt::Display for Outcome {
             ),
             Self::WrongResult => f.write_str("came back with a wrong result"),
             Self::Exception { vector } => write!(f, "took exception {vector}"),
+            Self::Halted => f.write_str("halted"),
             Self::Hung => write!(f, "did not end within {} s", TIME_LIMIT.as_secs()),
             Self::UnexpectedExit { exit } => write!(f, "ended with {exit}"),
             Self::Failed { problem } => write!(f, "could not be run: {problem}"),
@@ -175,6 +178,21 @@ pub(super) fn run_all(kvm: &Kvm) -> Vec<TinyRun> {
             TinyRun { name: guest.name, purpose: guest.purpose, outcome }
         })
         .collect()
+}
+
+/// Runs a guest that executes HLT, in a VM without a local APIC. KVM that lets userspace have the
+/// local APIC gives [`Outcome::Halted`].
+pub(super) fn halt(kvm: &Kvm) -> Outcome {
+    const HLT: [u8; 1] = [0xf4];
+    run_code(kvm, &HLT).unwrap_or_else(|problem| Outcome::Failed { problem: problem.to_string() })
+}
+
+/// Runs `code` in the place of the tiny guests' data.
+fn run_code(kvm: &Kvm, code: &[u8]) -> Result<Outcome, Failure> {
+    // SAFETY: as in `run_all`.
+    let memory = guest_memory(unsafe { &pollux_tiny_guests })?;
+    memory.write_slice(code, GuestAddress(DATA))?;
+    run(kvm, &memory, DATA)
 }
 
 type Failure = Box<dyn std::error::Error>;
@@ -302,6 +320,7 @@ fn run_to_end(
             Ok(VcpuExit::IoOut(EXCEPTION_PORT, &[vector])) => {
                 return Ok(Outcome::Exception { vector });
             }
+            Ok(VcpuExit::Hlt) => return Ok(Outcome::Halted),
             Ok(VcpuExit::InternalError) => return internal_error(vcpu, memory),
             Ok(VcpuExit::Shutdown) => {
                 return Ok(Outcome::UnexpectedExit { exit: "a triple fault".to_owned() });
@@ -332,13 +351,9 @@ fn hexadecimal<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Er
 mod tests {
     use super::*;
 
-    /// Runs `code` in the place of the tiny guests' data.
     fn run_code(code: &[u8]) -> Outcome {
         let kvm = Kvm::new().expect("these tests need /dev/kvm");
-        // SAFETY: as in `run_all`.
-        let memory = guest_memory(unsafe { &pollux_tiny_guests }).unwrap();
-        memory.write_slice(code, GuestAddress(DATA)).unwrap();
-        run(&kvm, &memory, DATA).unwrap()
+        super::run_code(&kvm, code).unwrap()
     }
 
     #[test]
@@ -361,6 +376,7 @@ mod tests {
         assert_eq!(run_code(&out(0xf4, 0)), Outcome::WrongResult);
         assert_eq!(run_code(&out(0xf4, 2)), Outcome::NotOffered);
         assert_eq!(run_code(&out(0xf5, 13)), Outcome::Exception { vector: 13 });
+        assert_eq!(run_code(&[0xf4]), Outcome::Halted);
         let elsewhere = run_code(&out(0x80, 1));
         assert!(matches!(&elsewhere, Outcome::UnexpectedExit { .. }), "{elsewhere}");
     }
@@ -379,6 +395,7 @@ mod tests {
             Outcome::CannotEmulate { suberror: 1, rip: 0x8000, bytes },
             Outcome::WrongResult,
             Outcome::Exception { vector: 6 },
+            Outcome::Halted,
             Outcome::Hung,
             Outcome::UnexpectedExit { exit: String::new() },
             Outcome::Failed { problem: String::new() },
