@@ -138,6 +138,14 @@ pub struct Running {
     limit: Duration,
 }
 
+impl Drop for Running {
+    /// A test that failed leaves no guest behind; one that has been waited for is gone.
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
 impl Running {
     /// The console so far.
     pub fn console(&self) -> String {

@@ -23,6 +23,14 @@ struct Session {
     _dir: tempfile::TempDir,
 }
 
+impl Drop for Session {
+    /// A test that failed leaves no guest behind.
+    fn drop(&mut self) {
+        let _ = self.pollux.kill();
+        let _ = self.pollux.wait();
+    }
+}
+
 fn settings(terminal: &OwnedFd) -> libc::termios {
     let mut found = MaybeUninit::<libc::termios>::uninit();
     // SAFETY: the pointer is to a termios; the call fills it.
