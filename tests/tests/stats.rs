@@ -104,13 +104,17 @@ fn page_faults_by_message_with_the_apic_off_are_told_from_polling() {
     // A page for the messages at 2 MiB; enabled, delivered by interrupt. The APIC is off: reset.
     let vector = write_msr(0x4b56_4d06, 0xf0);
     let enable = write_msr(ASYNC_PF_EN, 0x20_0000 | 1 | 8);
-    let end = run(&[], &[vector, enable, power_off()]);
-    let vcpu = &end.stats["vcpus"][0];
-    assert_eq!(
-        (&vcpu["async_pf_control"], &vcpu["apic_enabled"]),
-        (&0x20_0009.into(), &false.into())
-    );
-    assert!(notes(&end.stats).contains("not polling"), "{:#}", end.stats["notes"]);
+    let mut guest = guest(&[vector, enable, print(COM1, "up\n"), spin()]).spawn();
+    guest.wait_for("the guest", |guest| guest.console().contains("up"));
+    guest.signal(libc::SIGUSR1);
+    guest.wait_for("the document", |guest| !guest.stats().is_null());
+    let stats = guest.stats();
+    let vcpu = &stats["vcpus"][0];
+    assert_eq!(vcpu["async_pf_control"], 0x20_0009);
+    assert_eq!(vcpu["apic_enabled"], false);
+    assert!(notes(&stats).contains("not polling"), "{:#}", stats["notes"]);
+    guest.signal(libc::SIGTERM);
+    guest.wait().expect(0);
 }
 
 #[test]

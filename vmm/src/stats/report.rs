@@ -19,7 +19,7 @@ pub fn report(config: &VmConfig, guest: &GuestReport, last: &Snapshot, end: Opti
         "config": config,
         "host": host_report(),
         "end": end.map(|end| json!({ "how": end, "exit_status": end.exit_status() })),
-        "notes": notes(config.halt, &last.vcpus),
+        "notes": notes(config.halt, &last.vcpus, end),
         "time_ns": last.time_ns,
         "vcpus": last.vcpus,
         "queues": last.queues,
@@ -44,7 +44,7 @@ fn host_report() -> Json {
 }
 
 /// What the figures do not say by themselves, and surprises people, in words.
-fn notes(halt: Halt, vcpus: &[VcpuFigures]) -> Vec<String> {
+fn notes(halt: Halt, vcpus: &[VcpuFigures], end: Option<&End>) -> Vec<String> {
     let those = |what: fn(&VcpuFigures) -> bool| {
         let names: Vec<&str> =
             vcpus.iter().filter(|vcpu| what(vcpu)).map(|vcpu| vcpu.name.as_str()).collect();
@@ -57,7 +57,10 @@ fn notes(halt: Halt, vcpus: &[VcpuFigures]) -> Vec<String> {
              driver does: the host does not poll for it, whatever halt_poll_ns is"
         ));
     }
-    if let Some(names) = those(|vcpu| vcpu.setup.may_spin_on_page_faults()) {
+    // A guest that ended by itself has switched its local APIC off on the way.
+    if matches!(end, None | Some(End::Stopped(_)))
+        && let Some(names) = those(|vcpu| vcpu.setup.may_spin_on_page_faults())
+    {
         notes.push(format!(
             "{names}: asynchronous page faults are on while the local APIC is off, so KVM cannot \
              tell the guest that a page came and does not let it halt: CPU time there is not polling"
@@ -125,7 +128,7 @@ mod tests {
         let off = GuestSetup { poll_control: Some(0), ..GuestSetup::default() };
         let on = GuestSetup { poll_control: Some(1), ..GuestSetup::default() };
         let vcpus = [vcpu("vcpu0", off), vcpu("vcpu1", on), vcpu("vcpu2", off)];
-        let notes = notes(Halt::Kernel, &vcpus);
+        let notes = notes(Halt::Kernel, &vcpus, Some(&End::PowerOff));
         assert_eq!(notes.len(), 1, "{notes:?}");
         assert!(notes[0].starts_with("vcpu0, vcpu2: the guest switched host polling off"));
     }
@@ -137,17 +140,21 @@ mod tests {
             apic_enabled: Some(false),
             ..GuestSetup::default()
         };
-        let notes = notes(Halt::Kernel, &[vcpu("vcpu0", setup)]);
-        assert!(notes[0].contains("not polling"), "{notes:?}");
+        let vcpus = [vcpu("vcpu0", setup)];
+        for end in [None, Some(&End::Stopped("SIGTERM".to_owned()))] {
+            let notes = notes(Halt::Kernel, &vcpus, end);
+            assert!(notes[0].contains("not polling"), "{notes:?}");
+        }
+        assert_eq!(notes(Halt::Kernel, &vcpus, Some(&End::PowerOff)), [""; 0], "it is shut down");
     }
 
     #[test]
     fn an_ordinary_run_has_nothing_to_note() {
         let vcpus = [vcpu("vcpu0", GuestSetup::default())];
-        assert_eq!(notes(Halt::Kernel, &vcpus), [""; 0]);
-        assert_eq!(notes(Halt::Passthrough, &vcpus).len(), 1);
+        assert_eq!(notes(Halt::Kernel, &vcpus, None), [""; 0]);
+        assert_eq!(notes(Halt::Passthrough, &vcpus, None).len(), 1);
         let bare = VcpuFigures::default();
-        assert!(notes(Halt::Kernel, &[bare])[0].contains("binary statistics"));
+        assert!(notes(Halt::Kernel, &[bare], None)[0].contains("binary statistics"));
     }
 
     #[test]
