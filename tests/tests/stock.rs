@@ -119,6 +119,74 @@ fn end_panic_before_any_driver_is_3() {
     Guest::new(&guest_file("vmlinuz-6.1")).args(["--cmdline", "quiet"]).run().expect(3);
 }
 
+// --- The host's parameters of halt polling, which this changes for some seconds.
+
+/// Parameters by name, value that the guest's run sets, and their values now.
+fn host_parameters() -> Vec<(&'static str, &'static str, String)> {
+    [("grow", "3"), ("grow-start", "12345"), ("shrink", "4")]
+        .into_iter()
+        .map(|(name, ours)| {
+            let file = format!("halt_poll_ns_{}", name.replace('-', "_"));
+            let now = fs::read_to_string(Path::new("/sys/module/kvm/parameters").join(file));
+            (name, ours, now.expect("a parameter of kvm").trim().to_owned())
+        })
+        .collect()
+}
+
+#[test]
+fn host_parameters_hold_while_the_guest_runs_and_not_after_any_end() {
+    let before = host_parameters();
+    assert!(before.iter().all(|(_, ours, now)| ours != now), "{before:?}");
+    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, 0] {
+        let mut tuned = guest("vmlinuz", "6.12").args(["--allow-host-tuning"]);
+        for (name, ours, _) in &before {
+            tuned = tuned.args([format!("--halt-poll-ns-{name}"), (*ours).to_owned()]);
+        }
+        let command = if signal == 0 { "true" } else { "echo up; sleep 1000" };
+        let mut running =
+            tuned.args(["--cmdline", &format!("quiet pollux.cmd=\"{command}\"")]).spawn();
+        running.wait_for("parameters", |_| host_parameters() != before);
+        let second = guest("vmlinuz", "6.12").args(["--allow-host-tuning"]);
+        second.args(["--halt-poll-ns-grow", "9"]).run().expect(2);
+        if signal != 0 {
+            running.wait_for("the guest", |guest| guest.results().contains("up"));
+            assert!(host_parameters().iter().all(|(_, ours, now)| ours == now));
+            running.signal(signal);
+        }
+        let end = running.wait();
+        end.expect(0);
+        let told = &end.stats["host"]["kvm_parameters"];
+        assert_eq!(told["halt_poll_ns_grow_start"], 12345, "{told}");
+        assert_eq!(host_parameters(), before, "after signal {signal}");
+    }
+}
+
+#[test]
+fn passthrough_guests_run_and_halt_without_exits() {
+    let guest = guest("vmlinuz", "6.12").args(["--halt", "passthrough", "--cpus", "2"]);
+    let end = succeed(guest, "sleep 1; nproc");
+    assert!(end.results.lines().any(|line| line == "2"), "{}", end.results);
+    for vcpu in end.stats["vcpus"].as_array().expect("vCPUs") {
+        assert_eq!(vcpu["exits"]["halt_exits"], 0, "{vcpu:#}");
+    }
+}
+
+#[test]
+fn the_report_says_what_the_guests_haltpoll_driver_did_to_host_polling() {
+    let options = ["--guest-idle", "haltpoll", "--halt-poll-ns", "200us"];
+    let end = succeed(guest("vmlinuz", "6.12").args(options), "report; sleep 1");
+    assert_eq!(
+        end.stats["guest"]["guest"][0]["cpuidle_governor"], "haltpoll",
+        "{}",
+        end.stats["guest"]
+    );
+    assert_eq!(end.stats["vcpus"][0]["poll_control"], 0, "{:#}", end.stats["vcpus"]);
+    assert!(end.stats["notes"].to_string().contains("switched host polling off"));
+    let end = succeed(guest("vmlinuz", "6.12").args(["--guest-idle", "halt"]), "true");
+    assert_eq!(end.stats["vcpus"][0]["poll_control"], 1);
+    assert_eq!(end.stats["notes"], serde_json::json!([]));
+}
+
 // --- Disks: fio writes, reads and checks, then the host checks what is in the file.
 
 /// `direct`: the guest bypasses its own page cache.

@@ -61,6 +61,8 @@ const STEPS: [Step; 7] = [
                 "--test",
                 "tiny",
                 "--test",
+                "stats",
+                "--test",
                 "terminal",
             ]))
         },
