@@ -117,7 +117,7 @@ struct Row {
     halts: f64,
     vcpu_us: f64,
     worker_us: f64,
-    host_polls: f64,
+    notes: Vec<String>,
 }
 
 impl Row {
@@ -140,6 +140,7 @@ impl Row {
         let vcpu = |part: &'static str, name: &'static str| {
             during("vcpus", &move |vcpu| vcpu[part][name].as_f64())
         };
+        let note = |note: &Json| note.as_str().map(str::to_owned);
         let all = || {
             let requests = queue("requests").filter(|&requests| requests > 0.0)?;
             Some(Row {
@@ -156,7 +157,7 @@ impl Row {
                     if is_disk { worker["cpu_ns"].as_f64() } else { Some(0.0) }
                 })? / requests
                     / 1e3,
-                host_polls: vcpu("halt", "halt_attempted_poll")? / requests,
+                notes: document["notes"].as_array()?.iter().filter_map(note).collect(),
             })
         };
         let missing = || {
@@ -210,13 +211,9 @@ fn explanation(lab: &Lab, rows: &[Row]) -> String {
         }
     });
     for (setting, row) in SETTINGS.iter().zip(rows) {
-        if setting.halt_poll_ns > 0 && row.halts > 0.05 && row.host_polls < 0.01 {
-            let _ = writeln!(
-                text,
-                "Guest {}, host {}: the host never polled. The guest's haltpoll driver had switched \
-                 host polling\noff (MSR_KVM_POLL_CONTROL), as it does when it polls itself.",
-                setting.guest_idle, setting.halt_poll_ns
-            );
+        for note in &row.notes {
+            let Setting { guest_idle, halt_poll_ns } = setting;
+            let _ = writeln!(text, "Guest {guest_idle}, host {halt_poll_ns}: {note}.");
         }
     }
     text
