@@ -163,7 +163,7 @@ impl Output {
         if let Err(error) = result
             && !std::mem::replace(&mut self.failed, true)
         {
-            eprintln!("output of a serial port is lost: {error} (told once)");
+            crate::tell(format_args!("output of a serial port is lost: {error} (told once)"));
         }
     }
 }

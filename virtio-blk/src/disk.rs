@@ -156,7 +156,8 @@ impl Disk {
                 .map_err(|error| os("its block size cannot be told", error))?,
         };
         let physical_block_bytes = match kind {
-            Kind::Regular => u32::try_from(metadata.blksize()).unwrap_or(4096),
+            // What the file system prefers may be its own transfer size: no block is that large.
+            Kind::Regular => u32::try_from(metadata.blksize().min(4096)).unwrap_or(4096),
             Kind::BlockDevice => block_ioctl(&buffered, libc::BLKPBSZGET).unwrap_or(block_bytes),
         };
         let physical_block_bytes = match physical_block_bytes {

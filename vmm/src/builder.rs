@@ -3,6 +3,8 @@
 
 use std::fs::File;
 use std::io::Write;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -45,6 +47,7 @@ impl BuildError {
     /// The program's exit status.
     pub fn exit_status(&self) -> u8 {
         match self {
+            Self::Vm(VmError::Memory { .. }) => 2,
             Self::Vm(_) => 1,
             Self::Config(_) => 2,
         }
@@ -225,10 +228,18 @@ fn open_output(
 ) -> Result<File, ConfigError> {
     let mut options = File::options();
     let options = if append { options.append(true) } else { options.write(true).truncate(true) };
-    options
-        .create(true)
-        .open(path)
-        .map_err(|error| ConfigError::new(option, path.display(), crate::config::reason(&error)))
+    let refused = |error| ConfigError::new(option, path.display(), crate::config::reason(&error));
+    // Without waiting, so that a FIFO that nobody reads is an error (ENXIO) and no hang.
+    let file = options.create(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(refused)?;
+    // SAFETY: changes the flags of our own descriptor. Output itself waits for its reader.
+    let status = unsafe {
+        let flags = libc::fcntl(file.as_raw_fd(), libc::F_GETFL);
+        libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags & !libc::O_NONBLOCK)
+    };
+    if status < 0 {
+        return Err(refused(std::io::Error::last_os_error()));
+    }
+    Ok(file)
 }
 
 /// The PCI bus with a function for each disk.

@@ -3,7 +3,7 @@
 use std::io;
 use std::mem;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use devices::serial::SerialPort;
@@ -23,6 +23,15 @@ const ENDING: [(libc::c_int, &str); 4] = [
 /// How soon keys are offered again to a serial port that was full.
 const RETRY: Duration = Duration::from_millis(2);
 
+/// Whether whoever started us has this signal ignored, as `nohup` has SIGHUP: then it stays so.
+fn is_ignored(signal: libc::c_int) -> bool {
+    // SAFETY: an all-zero sigaction is valid storage.
+    let mut found: libc::sigaction = unsafe { mem::zeroed() };
+    // SAFETY: nothing is set; `found` is a live local.
+    let status = unsafe { libc::sigaction(signal, std::ptr::null(), &mut found) };
+    status == 0 && found.sa_sigaction == libc::SIG_IGN
+}
+
 /// Signals as a file. They are blocked in every thread that is started afterwards.
 pub struct Signals(OwnedFd);
 
@@ -38,11 +47,16 @@ impl Signals {
             let mut set: libc::sigset_t = mem::zeroed();
             libc::sigemptyset(&mut set);
             for (signal, _) in ENDING {
-                libc::sigaddset(&mut set, signal);
+                if !is_ignored(signal) {
+                    libc::sigaddset(&mut set, signal);
+                }
             }
             libc::sigaddset(&mut set, REPORT);
             set
         };
+        // A file at its size limit is an error of the write (EFBIG), not the end of the guest.
+        // SAFETY: no handler is installed, only the default action replaced.
+        unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
         // SAFETY: `set` is a valid set; no old set is asked for.
         let status = unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut()) };
         if status != 0 {
@@ -108,9 +122,11 @@ impl Keys {
 
     /// Hands the serial port as much as it takes.
     fn offer(&mut self, console: &Mutex<SerialPort>) {
-        if !self.waiting.is_empty() {
-            let taken =
-                console.lock().unwrap_or_else(PoisonError::into_inner).enqueue(&self.waiting);
+        // A vCPU that waits for the reader of its output has the port: later, then.
+        if !self.waiting.is_empty()
+            && let Ok(mut console) = console.try_lock()
+        {
+            let taken = console.enqueue(&self.waiting);
             self.waiting.drain(..taken.min(self.waiting.len()));
         }
     }

@@ -17,6 +17,7 @@ mod tuning;
 mod vcpu;
 mod vm;
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use cli::{Command, Refusal, RunArgs};
@@ -35,7 +36,8 @@ fn main() -> ExitCode {
             },
         },
         Err(Refusal::Text(text)) => {
-            print!("{text}");
+            // Nobody to read it is no error of ours.
+            let _ = std::io::stdout().write_all(text.as_bytes());
             0
         }
         Err(Refusal::Usage(line)) => complain(&line, USAGE),
@@ -61,6 +63,6 @@ fn run(args: &RunArgs) -> u8 {
 
 /// One line on stderr.
 fn complain(what: &dyn std::fmt::Display, status: u8) -> u8 {
-    eprintln!("pollux: {what}");
+    devices::tell(what);
     status
 }

@@ -4,6 +4,8 @@ use std::io;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use crate::builder::{self, BuildError, Built};
 use crate::config::{Console, OnReboot, VmConfig};
@@ -15,6 +17,9 @@ use crate::terminal::RawTerminal;
 use crate::tuning::{self, HostTuning};
 use crate::vcpu::kick;
 use crate::vm::VmError;
+
+/// How long vCPUs may take to leave the guest.
+const STOP_LIMIT: Duration = Duration::from_secs(3);
 
 /// Runs the guest that `config` describes, and gives how it ended.
 ///
@@ -62,7 +67,7 @@ fn run_once(config: &VmConfig, built: Built, signals: &Signals) -> Result<End, V
     };
     let so_far = || {
         if let Err(why) = write_stats(config, &guest, &snapshot(), None) {
-            eprintln!("pollux: {why}");
+            devices::tell(why);
         }
     };
     let waited = events::wait(&machine.lifecycle, signals, stdio.then_some(&*console), so_far);
@@ -70,14 +75,18 @@ fn run_once(config: &VmConfig, built: Built, signals: &Signals) -> Result<End, V
 
     machine.stop.store(true, Ordering::Release);
     kick_all();
-    for thread in threads {
-        // A panicked vCPU thread has told so on stderr; disks are still to be flushed.
-        let _ = thread.join();
+    if wait_for(&threads) {
+        for thread in threads {
+            // A panicked vCPU thread has told so on stderr; disks are still to be flushed.
+            let _ = thread.join();
+        }
+        console.lock().unwrap_or_else(PoisonError::into_inner).flush();
+        // The last owner: devices go, which drains what is in flight.
+        drop(machine);
+        drop(console);
+    } else {
+        devices::tell("a vCPU does not stop, for nobody takes its output or its disk hangs");
     }
-    console.lock().unwrap_or_else(PoisonError::into_inner).flush();
-    // The last owner: devices go, which drains what is in flight.
-    drop(machine);
-    drop(console);
     for disk in &sources.disks {
         disk.device.flush().map_err(host("flush a disk"))?;
     }
@@ -85,6 +94,19 @@ fn run_once(config: &VmConfig, built: Built, signals: &Signals) -> Result<End, V
     let end = waited.map_err(host("wait for the guest"))?;
     write_stats(config, &guest, &last, Some(&end))?;
     Ok(end)
+}
+
+/// Waits for the vCPU threads to end. One that hangs in the host, in a write to a terminal that
+/// nobody reads, must not keep the disks from being flushed and the program from ending.
+fn wait_for(threads: &[JoinHandle<()>]) -> bool {
+    let start = Instant::now();
+    while !threads.iter().all(JoinHandle::is_finished) {
+        if start.elapsed() > STOP_LIMIT {
+            return false;
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    true
 }
 
 /// Writes the statistics if they are wanted. `end`: how the run ended, if it has.

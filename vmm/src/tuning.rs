@@ -104,11 +104,11 @@ impl Drop for Changes {
             if now.trim() == ours
                 && let Err(error) = write(path, before)
             {
-                eprintln!(
-                    "pollux: cannot put {} back to {before}: {}",
+                devices::tell(format_args!(
+                    "cannot put {} back to {before}: {}",
                     path.display(),
                     reason(&error)
-                );
+                ));
             }
         }
     }

@@ -148,8 +148,10 @@ impl Vm {
             };
             // SAFETY: the region is mapped for as long as `self.memory` lives, slots are distinct
             // and do not overlap because the regions of one GuestMemoryMmap do not.
-            unsafe { self.fd.set_user_memory_region(region) }
-                .map_err(kvm_error("register guest memory"))?;
+            unsafe { self.fd.set_user_memory_region(region) }.map_err(|error| VmError::Memory {
+                total_bytes: self.memory.iter().map(|region| region.len() as usize).sum(),
+                why: format!("KVM does not take it: {error}"),
+            })?;
         }
         Ok(())
     }

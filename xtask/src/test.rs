@@ -64,6 +64,8 @@ const STEPS: [Step; 7] = [
                 "stats",
                 "--test",
                 "terminal",
+                "--test",
+                "outputs",
             ]))
         },
     },

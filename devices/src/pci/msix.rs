@@ -307,7 +307,8 @@ impl Msix {
 /// Tells of a sink's refusal, once for each function.
 fn report(reported: &mut bool, vector: u16, error: &io::Error) {
     if !std::mem::replace(reported, true) {
-        eprintln!("MSI-X vector {vector} stays masked: {error} (told once for each device)");
+        let told = "told once for each device";
+        crate::tell(format_args!("MSI-X vector {vector} stays masked: {error} ({told})"));
     }
 }
 

@@ -342,7 +342,8 @@ impl VirtioPci {
     fn report(&mut self, error: &dyn std::error::Error) {
         if !std::mem::replace(&mut self.failure_reported, true) {
             let device_type = self.device.device_type();
-            eprintln!("virtio device of type {device_type}: {error} (told once for each device)");
+            let told = "told once for each device";
+            crate::tell(format_args!("virtio device of type {device_type}: {error} ({told})"));
         }
     }
 

@@ -336,6 +336,16 @@ fn load_bzimage(
             ),
         ));
     }
+    // Of the protected-mode part, in paragraphs. A signature may follow it.
+    let told_bytes = u64::from(header.syssize) * 16;
+    if kernel_bytes < told_bytes {
+        return Err(not_a_kernel(
+            image,
+            format!(
+                "it is cut short: {told_bytes} bytes should follow its setup code, {kernel_bytes} do"
+            ),
+        ));
+    }
     // The address the kernel decompresses to when nothing moves it; starting there saves it a move.
     let alignment = u64::from(header.kernel_alignment).max(1);
     let preferred = header.pref_address.checked_next_multiple_of(alignment);

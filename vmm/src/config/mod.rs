@@ -20,11 +20,13 @@ pub use halt::{Halt, HaltPoll, HostParameter};
 pub use idle::{GuestHaltPoll, GuestIdle};
 pub use pin::Pinning;
 
-use crate::boot::BootError;
+use crate::boot::{BootError, acpi};
 use crate::cli::RunArgs;
 
 /// The least memory of a VM, in bytes: below it a stock kernel finds no room to unpack itself.
 pub const MEMORY_MIN_BYTES: u64 = 64 << 20;
+/// PCI bus 0 has 32 slots, and the host bridge is in the first.
+const DISKS_MAX: usize = 31;
 /// Memory is a multiple of this, in bytes: the size of a page.
 pub const MEMORY_ALIGN_BYTES: u64 = 4 << 10;
 const NAME_OF_KVM: &str = "name the device node of KVM, mostly /dev/kvm";
@@ -151,6 +153,14 @@ impl VmConfig {
         let mut disks =
             args.disks.iter().map(|spec| disk::parse(spec)).collect::<Result<Vec<_>, _>>()?;
         let io_poll_ns = units::time_ns("--io-poll-ns", &args.io_poll_ns)?;
+        if disks.len() > DISKS_MAX {
+            return Err(ConfigError::new(
+                "--disk",
+                disks.len(),
+                "disks are more than fit on PCI bus 0",
+            )
+            .hint(format!("use at most {DISKS_MAX}")));
+        }
         let (halt, halt_poll) = halt::parse(args)?;
         let (guest_idle, guest_halt_poll) = idle::parse(args)?;
         let queues = disks.iter().map(|disk| u32::from(disk.queues)).sum();
@@ -268,11 +278,13 @@ impl VmConfig {
     /// # Errors
     /// There are more.
     pub fn check_cpus(&self, kvm_max: usize) -> Result<(), ConfigError> {
-        if usize::try_from(self.cpus).is_ok_and(|cpus| cpus <= kvm_max) {
+        // APIC identifiers of the ACPI tables end there.
+        let max = kvm_max.min(acpi::MAX_CPUS as usize);
+        if usize::try_from(self.cpus).is_ok_and(|cpus| cpus <= max) {
             return Ok(());
         }
-        Err(ConfigError::new("--cpus", self.cpus, "more than KVM makes in one VM")
-            .hint(format!("use at most {kvm_max}")))
+        Err(ConfigError::new("--cpus", self.cpus, "more than one VM can have here")
+            .hint(format!("use at most {max}")))
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use serde_json::{Value as Json, json};
@@ -104,7 +105,10 @@ fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let temporary = path.with_file_name(name);
     // Where the directory takes no new file, a file that is there may still be written.
     let Some(mut file) = is_file.then(|| File::create(&temporary).ok()).flatten() else {
-        return fs::write(path, bytes);
+        // A FIFO that nobody reads is an error, not a hang.
+        let mut options = File::options();
+        options.write(true).create(true).truncate(true).custom_flags(libc::O_NONBLOCK);
+        return options.open(path)?.write_all(bytes);
     };
     let done = file.write_all(bytes).and_then(|()| fs::rename(&temporary, &path));
     if done.is_err() {
