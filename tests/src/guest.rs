@@ -11,7 +11,7 @@ use serde_json::Value as Json;
 use tempfile::TempDir;
 
 /// How long a guest may take before it counts as stuck. Generous: an emulated CPU is slow.
-const LIMIT: Duration = Duration::from_secs(300);
+const LIMIT: Duration = Duration::from_secs(660);
 /// How long `pollux` may take to stop when it is told to.
 const STOP_LIMIT: Duration = Duration::from_secs(20);
 

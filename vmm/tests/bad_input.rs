@@ -273,7 +273,11 @@ fn one_file_as_two_disks() {
 fn numbers_out_of_range() {
     let place = Place::new();
     tells(&place.refused("--cpus 0"), "--cpus 0: ", &["at least 1"]);
-    tells(&place.refused("--cpus 1000000"), "--cpus 1000000: ", &["more than KVM", "at most"]);
+    tells(
+        &place.refused("--cpus 1000000"),
+        "--cpus 1000000: ",
+        &["more than one VM", "at most 254"],
+    );
     tells(&place.refused("--cpus -1"), "unexpected argument '-1'", &[]);
     tells(&place.refused("--memory 1M"), "--memory 1M: ", &["at least 64M"]);
     tells(&place.refused("--memory 12Q"), "--memory 12Q: not a size", &["512M"]);

@@ -20,7 +20,7 @@ const GROUP: usize = 4;
 /// Machines at a time. Each keeps one CPU of this machine busy.
 const MACHINES: usize = 2;
 /// A test ends its guest itself after less than that.
-const LIMIT_PER_TEST: Duration = Duration::from_secs(330);
+const LIMIT_PER_TEST: Duration = Duration::from_secs(720);
 
 /// How often the lab was used and failed.
 #[derive(Clone, Copy, Default)]
