@@ -172,12 +172,14 @@ impl<'a> Bench<'a> {
         medium: Medium,
     ) -> Result<Run> {
         let seconds = self.plan.seconds;
-        // The first, short run has the guest read what it needs from its root disk.
+        // A short run first has the guest read what it needs from its root disk. What it prints
+        // would be still on its way through a pipe when the next mark is written.
+        let warm_up = "fio-measure 1 >/dev/null";
         let guest_command = match purpose {
             Purpose::Boot => "true".into(),
-            Purpose::Fio => format!("fio-measure 1 && fio-measure {seconds}"),
+            Purpose::Fio => format!("{warm_up} && fio-measure {seconds}"),
             Purpose::Syscalls => format!(
-                "fio-measure 1 && mark trace && sleep {STRACE_HEAD_START_S} && fio-measure {seconds}"
+                "{warm_up} && mark trace && sleep {STRACE_HEAD_START_S} && fio-measure {seconds}"
             ),
         };
         let data = self.data.get(&medium).ok_or(Error(format!("no data disk on {medium}")))?;
