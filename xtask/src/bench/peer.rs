@@ -156,7 +156,10 @@ fn round(lab: &Lab, args: &Args, plan: &Plan, program: &PathBuf) -> Result<repor
         Stream::Err => eprint!("{}", String::from_utf8_lossy(bytes)),
     })?;
     if outcome != Outcome::Exited(0) {
-        bail!("the round failed after {attempts} attempts: {outcome:?}");
+        let kept = bench_dir()?.join("peer-unfinished.jsonl");
+        fs::write(&kept, text).context(kept.display())?;
+        let kept = kept.display();
+        bail!("the round failed after {attempts} attempts: {outcome:?}; what it measured: {kept}");
     }
     collect(&String::from_utf8_lossy(&text))
 }
@@ -177,13 +180,18 @@ fn collect(text: &str) -> Result<report::Round> {
 }
 
 fn write(document: &Document) -> Result<PathBuf> {
-    let dir = util::target_dir().join("bench");
-    fs::create_dir_all(&dir).context(dir.display())?;
-    let path = dir.join("peer.json");
+    let path = bench_dir()?.join("peer.json");
     let mut text = serde_json::to_string_pretty(document).context("the figures")?;
     text.push('\n');
     fs::write(&path, text).context(path.display())?;
     Ok(path)
+}
+
+/// Where figures are kept.
+fn bench_dir() -> Result<PathBuf> {
+    let dir = util::target_dir().join("bench");
+    fs::create_dir_all(&dir).context(dir.display())?;
+    Ok(dir)
 }
 
 /// The part that runs in the lab.
