@@ -1,6 +1,7 @@
 //! What a block device is made of, which features it offers, and its configuration space
 //! (virtio 1.2, 5.2.3 and 5.2.4).
 
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use virtio_bindings::virtio_blk::{
@@ -26,14 +27,6 @@ pub const CONFIG_BYTES: usize = 72;
 
 /// Offset of `writeback` in the configuration space, its only writable field.
 const WRITEBACK_OFFSET: u64 = 32;
-/// The fewest descriptors that hold a header, a data buffer and a status byte: a power of two.
-const MIN_QUEUE_SIZE: u16 = 4;
-/// The largest queue. A split virtqueue may have 32768 descriptors (2.7), but a guest can make the
-/// device keep 16 bytes for each buffer of each chain, which is the square of this.
-const MAX_QUEUE_SIZE: u16 = 1024;
-/// The most queues of one disk.
-const MAX_QUEUES: u16 = 64;
-
 /// Who carries out the requests of a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EngineKind {
@@ -108,22 +101,32 @@ impl Default for BlkConfig {
 }
 
 impl BlkConfig {
+    /// Possible queue sizes, of which powers of two are taken. The fewest descriptors hold a header,
+    /// data and a status byte. A split virtqueue may have 32768 (virtio 1.2, 2.7), but a guest can
+    /// make the device keep 16 bytes for each buffer of each chain, which is the square of this.
+    pub const QUEUE_SIZES: RangeInclusive<u16> = 4..=1024;
+    /// Possible numbers of queues.
+    pub const QUEUES: RangeInclusive<u16> = 1..=64;
+    /// The most bytes of a serial number.
+    pub const SERIAL_MAX_BYTES: usize = ID_BYTES;
+
     /// Says what is wrong with the numbers, in one line that names what would be right.
     ///
     /// # Errors
     /// The line.
     pub fn check(&self) -> Result<(), String> {
-        if !(1..=MAX_QUEUES).contains(&self.queues) {
-            return Err(format!("queues={} must be 1 to {MAX_QUEUES}", self.queues));
+        if !Self::QUEUES.contains(&self.queues) {
+            let (least, most) = Self::QUEUES.into_inner();
+            return Err(format!("queues={} must be {least} to {most}", self.queues));
         }
         let size = self.queue_size;
-        if !size.is_power_of_two() || !(MIN_QUEUE_SIZE..=MAX_QUEUE_SIZE).contains(&size) {
-            return Err(format!(
-                "queue-size={size} must be a power of two, {MIN_QUEUE_SIZE} to {MAX_QUEUE_SIZE}"
-            ));
+        if !size.is_power_of_two() || !Self::QUEUE_SIZES.contains(&size) {
+            let (least, most) = Self::QUEUE_SIZES.into_inner();
+            return Err(format!("queue-size={size} must be a power of two, {least} to {most}"));
         }
-        if self.serial.len() > ID_BYTES {
-            return Err(format!("serial={} must be at most {ID_BYTES} bytes", self.serial));
+        if self.serial.len() > Self::SERIAL_MAX_BYTES {
+            let most = Self::SERIAL_MAX_BYTES;
+            return Err(format!("serial={} must be at most {most} bytes", self.serial));
         }
         Ok(())
     }

@@ -14,6 +14,7 @@
 
 use std::ops::Range;
 
+use devices::irqchip;
 use thiserror::Error;
 
 /// End of RAM below 4 GiB: what does not fit goes to [`HIGH_RAM_START`].
@@ -33,9 +34,9 @@ pub const ECAM_LAST_BUS: u8 = 0;
 pub const PCI_CONFIG_PORT: u16 = 0xcf8;
 
 /// I/O APIC registers (one page).
-pub const IOAPIC_START: u64 = 0xfec0_0000;
+pub const IOAPIC_START: u64 = irqchip::IOAPIC_ADDRESS;
 /// Local APIC registers (one page), which is also where MSI messages are written.
-pub const LAPIC_START: u64 = 0xfee0_0000;
+pub const LAPIC_START: u64 = irqchip::LAPIC_ADDRESS;
 /// For `KVM_SET_IDENTITY_MAP_ADDR`: one page, outside RAM.
 pub const KVM_IDENTITY_MAP_START: u64 = 0xfffb_c000;
 /// For `KVM_SET_TSS_ADDR`: three pages, outside RAM.
@@ -197,8 +198,8 @@ mod tests {
             0..LOW_RAM_END,
             PCI_MMIO32,
             ECAM_START..ECAM_START + ECAM_BYTES,
-            IOAPIC_START..IOAPIC_START + 0x1000,
-            LAPIC_START..LAPIC_START + 0x1000,
+            IOAPIC_START..IOAPIC_START + irqchip::IOAPIC_BYTES,
+            LAPIC_START..LAPIC_START + irqchip::LAPIC_BYTES,
             KVM_IDENTITY_MAP_START..KVM_IDENTITY_MAP_START + 0x1000,
             KVM_TSS_START..KVM_TSS_START + 0x3000,
         ];

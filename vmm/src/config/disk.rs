@@ -9,9 +9,6 @@ use super::units::{choice, number, switch};
 use super::{ConfigError, files, reason};
 
 const OPTION: &str = "--disk";
-const QUEUE_SIZES: std::ops::RangeInclusive<u32> = 4..=1024;
-const QUEUES: std::ops::RangeInclusive<u32> = 1..=64;
-const SERIAL_MAX_BYTES: usize = 20;
 
 const KEYS: [&str; 10] = [
     "path",
@@ -69,21 +66,21 @@ pub(super) fn parse(spec: &str) -> Result<BlkConfig, ConfigError> {
 fn parse_queues(text: &str) -> Result<u16, ConfigError> {
     let option = "--disk queues=";
     let queues = number(option, text)?;
-    u16::try_from(queues).ok().filter(|_| QUEUES.contains(&queues)).ok_or_else(|| {
-        ConfigError::new(option, text, "not a possible number of queues").hint(format!(
-            "use {} to {}",
-            QUEUES.start(),
-            QUEUES.end()
-        ))
-    })
+    u16::try_from(queues).ok().filter(|queues| BlkConfig::QUEUES.contains(queues)).ok_or_else(
+        || {
+            let (least, most) = BlkConfig::QUEUES.into_inner();
+            ConfigError::new(option, text, "not a possible number of queues")
+                .hint(format!("use {least} to {most}"))
+        },
+    )
 }
 
 fn parse_queue_size(text: &str) -> Result<u16, ConfigError> {
     let option = "--disk queue-size=";
     let size = number(option, text)?;
-    let possible = size.is_power_of_two() && QUEUE_SIZES.contains(&size);
-    u16::try_from(size).ok().filter(|_| possible).ok_or_else(|| {
-        let (least, most) = (QUEUE_SIZES.start(), QUEUE_SIZES.end());
+    let possible = |size: &u16| size.is_power_of_two() && BlkConfig::QUEUE_SIZES.contains(size);
+    u16::try_from(size).ok().filter(possible).ok_or_else(|| {
+        let (least, most) = BlkConfig::QUEUE_SIZES.into_inner();
         ConfigError::new(option, text, "not a possible queue size")
             .hint(format!("use a power of two from {least} to {most}"))
     })
@@ -91,11 +88,12 @@ fn parse_queue_size(text: &str) -> Result<u16, ConfigError> {
 
 fn parse_serial(text: &str) -> Result<String, ConfigError> {
     let printable = text.bytes().all(|byte| (b' '..=b'~').contains(&byte));
-    if printable && text.len() <= SERIAL_MAX_BYTES {
+    let most = BlkConfig::SERIAL_MAX_BYTES;
+    if printable && text.len() <= most {
         return Ok(text.to_owned());
     }
     Err(ConfigError::new("--disk serial=", text, "not a serial number of a disk")
-        .hint(format!("use at most {SERIAL_MAX_BYTES} bytes of printable ASCII")))
+        .hint(format!("use at most {most} bytes of printable ASCII")))
 }
 
 /// A disk that cannot be opened is an option that is wrong.

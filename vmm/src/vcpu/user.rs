@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use devices::irqchip::{LocalApic, Now};
+use devices::irqchip::{LAPIC_BYTES, LocalApic, Now};
 use devices::virtio::stats::Counter;
 use halt_poll::{Clock, Params, Policy, Poller, Stats};
 use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_run, kvm_sregs};
@@ -23,8 +23,6 @@ const KVM_INTERRUPT: libc::c_ulong = 0x4004_ae86;
 /// How early a sleeper is to wake for its timer, to spin through the rest. Waking a thread costs
 /// about this much.
 const TIMER_LEAD_NS: u64 = 20_000;
-/// Bytes of a local APIC's page.
-const LAPIC_PAGE_BYTES: u64 = 0x1000;
 /// General-purpose registers after INIT (Intel SDM vol. 3, table 10-1): RFLAGS has its fixed bit.
 const RFLAGS_RESET: u64 = 2;
 
@@ -344,7 +342,7 @@ impl UserApic {
     /// The offset into the local APIC's page, if `address` is there.
     fn page_offset(&self, address: u64) -> Option<u64> {
         let offset = address.checked_sub(self.lapic.mmio_base()?)?;
-        (offset < LAPIC_PAGE_BYTES).then_some(offset)
+        (offset < LAPIC_BYTES).then_some(offset)
     }
 
     /// The guest reads memory; false if it is not the local APIC's.
