@@ -145,9 +145,6 @@ pub fn wait(
 ) -> io::Result<End> {
     let mut keys = Keys::default();
     loop {
-        if let Some(end) = lifecycle.ended() {
-            return Ok(end);
-        }
         let listen = console.is_some() && !keys.closed && keys.waiting.is_empty();
         let stdin = if listen { libc::STDIN_FILENO } else { -1 };
         let retry = (!keys.waiting.is_empty()).then_some(RETRY);
@@ -162,6 +159,10 @@ pub fn wait(
         }
         if let Some(console) = console {
             keys.offer(console);
+        }
+        // Last, so that a guest which has always just ended does not keep a signal from being seen.
+        if let Some(end) = lifecycle.ended() {
+            return Ok(end);
         }
     }
 }

@@ -1,4 +1,5 @@
-//! How a guest ends: the first end wins, wakes the main thread and decides the exit status.
+//! How a guest ends: the first end wins (but see [`Lifecycle::finish`]), wakes the main thread and
+//! decides the exit status.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -69,12 +70,14 @@ impl Lifecycle {
         Ok(Self { end: Mutex::new(None), panicked: AtomicBool::new(false), wake })
     }
 
-    /// Ends the run, unless it has ended already.
+    /// Ends the run, unless it has ended already. Being told to stop takes the place of a reboot,
+    /// after which the guest might be started again.
     pub fn finish(&self, end: End) {
         let mut slot = self.end.lock().unwrap_or_else(PoisonError::into_inner);
-        if slot.is_none() {
+        let goes_on = matches!((&*slot, &end), (Some(End::Reboot), End::Stopped(_)));
+        if slot.is_none() || goes_on {
             *slot = Some(end);
-            // Cannot overflow: written once.
+            // Cannot overflow: written twice at most.
             let _ = self.wake.write(1);
         }
     }
@@ -117,6 +120,19 @@ mod tests {
         life.finish(End::PowerOff);
         assert_eq!(life.ended(), Some(End::TripleFault));
         assert_eq!(life.wake().read().unwrap(), 1);
+    }
+
+    #[test]
+    fn a_stop_takes_the_place_of_a_reboot_but_of_no_other_end() {
+        let stop = End::Stopped("SIGTERM".into());
+        for (first, kept) in
+            [(End::Reboot, &stop), (End::Panic, &End::Panic), (End::PowerOff, &End::PowerOff)]
+        {
+            let life = Lifecycle::new().unwrap();
+            life.finish(first);
+            life.finish(stop.clone());
+            assert_eq!(life.ended().as_ref(), Some(kept));
+        }
     }
 
     #[test]
