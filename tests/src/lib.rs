@@ -2,6 +2,7 @@
 
 pub mod elf;
 pub mod guest;
+pub mod oracle;
 pub mod schema;
 pub mod verify;
 

@@ -66,6 +66,8 @@ const STEPS: [Step; 7] = [
                 "terminal",
                 "--test",
                 "outputs",
+                "--test",
+                "oracle",
             ]))
         },
     },

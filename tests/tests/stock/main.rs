@@ -1,5 +1,7 @@
 //! Stock Debian guests, where KVM can run them: `cargo xtask test` runs these in the lab.
 
+mod oracle;
+
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
