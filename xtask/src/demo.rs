@@ -1,16 +1,16 @@
 //! `cargo xtask demo`: what polling on either side buys and costs, in one table.
 
-use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
 use serde_json::Value as Json;
 
 use crate::guest;
-use crate::lab::{self, Lab, Options, Stream};
-use crate::util::{self, Context, Error, Result, bail, command, step};
+use crate::lab::Lab;
+use crate::measure::{between, documents, notes};
+use crate::util::{self, Error, Result, command, step};
 
-/// Boot a stock Debian guest in four settings of guest and host polling, and measure each with fio.
+/// Boot a stock Debian guest in six settings of guest and host polling, and measure each with fio.
 #[derive(clap::Args)]
 pub struct Args {
     /// Measure for one second a setting instead of four.
@@ -20,15 +20,18 @@ pub struct Args {
 
 /// One row of the table.
 struct Setting {
+    halt: &'static str,
     guest_idle: &'static str,
     halt_poll_ns: u32,
 }
 
-const SETTINGS: [Setting; 4] = [
-    Setting { guest_idle: "halt", halt_poll_ns: 0 },
-    Setting { guest_idle: "halt", halt_poll_ns: 200_000 },
-    Setting { guest_idle: "haltpoll", halt_poll_ns: 0 },
-    Setting { guest_idle: "haltpoll", halt_poll_ns: 200_000 },
+const SETTINGS: [Setting; 6] = [
+    Setting { halt: "kernel", guest_idle: "halt", halt_poll_ns: 0 },
+    Setting { halt: "kernel", guest_idle: "halt", halt_poll_ns: 200_000 },
+    Setting { halt: "kernel", guest_idle: "haltpoll", halt_poll_ns: 0 },
+    Setting { halt: "kernel", guest_idle: "haltpoll", halt_poll_ns: 200_000 },
+    Setting { halt: "user", guest_idle: "halt", halt_poll_ns: 0 },
+    Setting { halt: "user", guest_idle: "halt", halt_poll_ns: 200_000 },
 ];
 
 /// Megabytes of the disk that fio reads.
@@ -50,34 +53,12 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     guest::make(false)?;
     let lab = Lab::open(false)?;
     step(format_args!("running {} guests on {}", SETTINGS.len(), lab.place()));
-    let documents = measure(&lab, if args.quick { 1 } else { 4 })?;
+    let seconds = if args.quick { 1 } else { 4 };
+    let documents = documents(&lab, &script(seconds), SETTINGS.len())?;
     let rows = documents.iter().map(Row::new).collect::<Result<Vec<_>>>()?;
     print!("{}", table(&SETTINGS, &rows));
     print!("{}", explanation(&lab, &rows));
     Ok(ExitCode::SUCCESS)
-}
-
-/// Runs all settings, one after the other in one place, and gives the statistics of each.
-fn measure(lab: &Lab, seconds: u32) -> Result<Vec<Json>> {
-    let script = script(seconds);
-    let shell: Vec<OsString> = ["sh", "-ec", &script].map(OsString::from).to_vec();
-    let mut documents = Vec::new();
-    let options = Options { scratch_mib: 0, ..Options::default() };
-    let (outcome, _) = lab.run(&options, &shell, &mut |stream, bytes| match stream {
-        Stream::Out => documents.extend_from_slice(bytes),
-        Stream::Err => eprint!("{}", String::from_utf8_lossy(bytes)),
-    })?;
-    if outcome != lab::Outcome::Exited(0) {
-        bail!("the guests did not run: {outcome:?}");
-    }
-    let documents = serde_json::Deserializer::from_slice(&documents)
-        .into_iter::<Json>()
-        .collect::<std::result::Result<Vec<_>, _>>()
-        .context("the statistics of pollux")?;
-    if documents.len() != SETTINGS.len() {
-        bail!("{} guests reported, not {}", documents.len(), SETTINGS.len());
-    }
-    Ok(documents)
 }
 
 /// A shell script that runs every setting; on its output are the statistics, one document a guest.
@@ -89,13 +70,13 @@ fn script(seconds: u32) -> String {
          head -c {DISK_MIB}M /dev/zero >$dir/data\n"
     );
     for (number, setting) in SETTINGS.iter().enumerate() {
-        let Setting { guest_idle, halt_poll_ns } = setting;
+        let Setting { halt, guest_idle, halt_poll_ns } = setting;
         let _ = write!(
             script,
-            "echo '  {}/{}: guest {guest_idle}, host halt_poll_ns {halt_poll_ns}' >&2\n\
+            "echo '  {}/{}: halt {halt}, guest {guest_idle}, host halt_poll_ns {halt_poll_ns}' >&2\n\
              '{pollux}' run --kernel '{guest}/vmlinuz-6.12' --initrd '{guest}/initrd-6.12.img' \
              --disk 'path={guest}/rootfs.ext4,readonly=on' --disk path=$dir/data --console off \
-             --guest-idle {guest_idle} --halt-poll-ns {halt_poll_ns} --results $dir/results --stats - \
+             --halt {halt} --guest-idle {guest_idle} --halt-poll-ns {halt_poll_ns} --results $dir/results --stats - \
              --cmdline 'quiet pollux.cmd=\"report; fio-measure {seconds}\"'\n",
             number + 1,
             SETTINGS.len(),
@@ -115,6 +96,8 @@ struct Row {
     kicks: f64,
     exits: f64,
     halts: f64,
+    /// Of the halts, those that ended while the host polled.
+    polled: f64,
     vcpu_us: f64,
     worker_us: f64,
     notes: Vec<String>,
@@ -125,12 +108,7 @@ impl Row {
         let fio = &document["guest"]["fio"][0];
         let figure = |name: &str| fio[name].as_f64();
         let during = |member: &str, of: &dyn Fn(&Json) -> Option<f64>| {
-            let at = |mark: &str| {
-                let marks = document["marks"].as_array()?;
-                let mark = marks.iter().find(|found| found["name"] == mark)?;
-                mark[member].as_array()?.iter().map(of).sum::<Option<f64>>()
-            };
-            Some(at("fio-end")? - at("fio-start")?)
+            between(document, ["fio-start", "fio-end"], member, of)
         };
         let queue = |name: &'static str| {
             during("queues", &move |queue| {
@@ -140,7 +118,6 @@ impl Row {
         let vcpu = |part: &'static str, name: &'static str| {
             during("vcpus", &move |vcpu| vcpu[part][name].as_f64())
         };
-        let note = |note: &Json| note.as_str().map(str::to_owned);
         let all = || {
             let requests = queue("requests").filter(|&requests| requests > 0.0)?;
             Some(Row {
@@ -151,13 +128,14 @@ impl Row {
                 kicks: queue("kicks")? / requests,
                 exits: vcpu("exits", "exits")? / requests,
                 halts: vcpu("exits", "halt_exits")? / requests,
+                polled: vcpu("halt", "halt_successful_poll")? / requests,
                 vcpu_us: during("vcpus", &|vcpu| vcpu["cpu_ns"].as_f64())? / requests / 1e3,
                 worker_us: during("workers", &|worker| {
                     let is_disk = worker["name"].as_str()?.starts_with(DISK);
                     if is_disk { worker["cpu_ns"].as_f64() } else { Some(0.0) }
                 })? / requests
                     / 1e3,
-                notes: document["notes"].as_array()?.iter().filter_map(note).collect(),
+                notes: notes(document),
             })
         };
         let missing = || {
@@ -173,13 +151,14 @@ impl Row {
 fn table(settings: &[Setting], rows: &[Row]) -> String {
     let mut text = String::from(
         "\n\
-         guest      host                  latency, us       per request, counts               CPU us per request\n\
-         idle       halt_poll_ns    IOPS    mean     p99  interrupts  kicks  exits  halts      vCPU   worker\n",
+         halt    guest     host                 latency, us       per request, counts                      CPU us per request\n\
+         mode    idle      halt_poll_ns   IOPS    mean    p99  interrupts  kicks  exits  halts  polled      vCPU   worker\n",
     );
     for (setting, row) in settings.iter().zip(rows) {
         let _ = writeln!(
             text,
-            "{:<10} {:>12} {:>7.0} {:>7.0} {:>7.0} {:>11.3} {:>6.3} {:>6.2} {:>6.2} {:>9.0} {:>8.0}",
+            "{:<7} {:<9} {:>12} {:>6.0} {:>7.0} {:>6.0} {:>11.3} {:>6.3} {:>6.2} {:>6.2} {:>7.2} {:>9.0} {:>8.0}",
+            setting.halt,
             setting.guest_idle,
             setting.halt_poll_ns,
             row.iops,
@@ -189,6 +168,7 @@ fn table(settings: &[Setting], rows: &[Row]) -> String {
             row.kicks,
             row.exits,
             row.halts,
+            row.polled,
             row.vcpu_us,
             row.worker_us
         );
@@ -196,7 +176,7 @@ fn table(settings: &[Setting], rows: &[Row]) -> String {
     text
 }
 
-/// Where the figures come from, and what that means.
+/// Where the figures come from, what that means, and what they show.
 fn explanation(lab: &Lab, rows: &[Row]) -> String {
     let mut text = format!(
         "\n4 KiB random reads, one at a time (fio, psync), of a disk in the host's page cache; Debian's \
@@ -210,11 +190,69 @@ fn explanation(lab: &Lab, rows: &[Row]) -> String {
              mean\nsomething. Interrupts and kicks per request are what they would be anywhere; exits and halts come close, for\ntimer interrupts go with time.\n"
         }
     });
+    text.push_str(&findings(&SETTINGS, rows));
     for (setting, row) in SETTINGS.iter().zip(rows) {
         for note in &row.notes {
-            let Setting { guest_idle, halt_poll_ns } = setting;
-            let _ = writeln!(text, "Guest {guest_idle}, host {halt_poll_ns}: {note}.");
+            let Setting { halt, guest_idle, halt_poll_ns } = setting;
+            let _ = writeln!(text, "Halt {halt}, guest {guest_idle}, host {halt_poll_ns}: {note}.");
         }
     }
     text
+}
+
+/// One sentence: what each kind of waiting did against the first row, which never polls.
+fn findings(settings: &[Setting], rows: &[Row]) -> String {
+    let mut parts = Vec::new();
+    let Some(base) = rows.first() else { return String::new() };
+    for (setting, row) in settings.iter().zip(rows).skip(1) {
+        let percent = |now: f64, before: f64| (now / before - 1.0) * 100.0;
+        let what = match setting {
+            Setting { halt: "kernel", guest_idle: "halt", .. } => "polling in KVM",
+            Setting { halt: "kernel", halt_poll_ns: 0, .. } => "polling in the guest",
+            Setting { halt: "user", halt_poll_ns: 0, .. } => "halting in Pollux",
+            Setting { halt: "user", .. } => "polling in Pollux",
+            // The host's part is switched off by the guest's: nothing new.
+            _ => continue,
+        };
+        let mut part = format!(
+            "{what} changed mean latency by {:+.0} % and the vCPU's CPU time by {:+.0} %",
+            percent(row.mean_us, base.mean_us),
+            percent(row.vcpu_us, base.vcpu_us)
+        );
+        if setting.halt_poll_ns > 0 {
+            let _ = write!(
+                part,
+                " ({:.0} % of its halts ended while polling)",
+                row.polled / row.halts * 100.0
+            );
+        }
+        parts.push(part);
+    }
+    format!("Against the first row, in this one run:\n{}.\n", parts.join(";\n"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn findings_compare_with_the_row_that_never_polls() {
+        let row = |mean_us, polled, vcpu_us| Row {
+            iops: 1.0,
+            mean_us,
+            p99_us: 1.0,
+            interrupts: 1.0,
+            kicks: 1.0,
+            exits: 1.0,
+            halts: 0.5,
+            polled,
+            vcpu_us,
+            worker_us: 1.0,
+            notes: Vec::new(),
+        };
+        let rows = [row(100.0, 0.0, 10.0), row(80.0, 0.25, 15.0)];
+        let text = findings(&SETTINGS[..2], &rows);
+        assert!(text.contains("polling in KVM changed mean latency by -20 %"), "{text}");
+        assert!(text.contains("+50 % (50 % of its halts ended while polling)."), "{text}");
+    }
 }

@@ -8,6 +8,7 @@ mod bench;
 mod demo;
 mod guest;
 mod lab;
+mod measure;
 mod test;
 mod util;
 

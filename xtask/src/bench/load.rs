@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::util::{Context, Error, Result};
+use crate::util::{Context, Error, Result, bail, step};
 
 /// More than this, in busy CPUs, and the machine is not idle.
-pub const LIMIT: f64 = 0.7;
+const LIMIT: f64 = 0.7;
 
 /// How long CPUs are watched. The load average, which looks back a minute, would still show the
 /// build that comes before.
@@ -44,6 +44,26 @@ impl Load {
     pub fn is_idle(&self) -> bool {
         self.busy_cpus <= LIMIT
     }
+}
+
+/// Refuses a machine that has other work, unless `busy` allows it.
+///
+/// # Errors
+/// It has.
+pub fn check(busy: bool) -> Result<Load> {
+    let load = Load::watch()?;
+    if load.is_idle() {
+        return Ok(load);
+    }
+    let Load { busy_cpus, average_1min } = load;
+    let found = format!(
+        "this machine is not idle: {busy_cpus:.1} CPUs busy (limit {LIMIT}), load average {average_1min}"
+    );
+    if !busy {
+        bail!("{found}; ratios would mean nothing (--busy measures all the same)");
+    }
+    step(format_args!("WARNING: {found}; THE FIGURES MEAN NOTHING"));
+    Ok(load)
 }
 
 /// Clock ticks of all CPUs since the machine started.

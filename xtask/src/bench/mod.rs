@@ -7,6 +7,7 @@ use crate::util::{self, Context, Result, bail};
 
 mod load;
 mod peer;
+mod pingpong;
 
 /// Measures whole guests.
 #[derive(clap::Args)]
@@ -18,6 +19,7 @@ pub struct Args {
 #[derive(clap::Subcommand)]
 enum Bench {
     Peer(peer::Args),
+    Pingpong(pingpong::Args),
     /// The part of `peer` that runs where the guests run.
     #[command(hide = true)]
     PeerInside(peer::InsideArgs),
@@ -30,6 +32,7 @@ enum Bench {
 pub fn run(args: &Args) -> Result<ExitCode> {
     match &args.bench {
         Bench::Peer(args) => peer::run(args),
+        Bench::Pingpong(args) => pingpong::run(args),
         Bench::PeerInside(args) => peer::run_inside(args),
     }
 }

@@ -89,7 +89,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let mut loads = Vec::new();
     let mut rounds = Vec::new();
     for number in 1..=args.repeats {
-        loads.push(check_load(args.busy)?);
+        loads.push(load::check(args.busy)?);
         let plan = Plan {
             pollux: pollux.clone(),
             guest: guest.clone(),
@@ -120,24 +120,6 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let path = write(&document)?;
     println!("\nAll figures: {}", path.display());
     Ok(ExitCode::SUCCESS)
-}
-
-/// Refuses a machine that has other work.
-fn check_load(busy: bool) -> Result<Load> {
-    let load = Load::watch()?;
-    if load.is_idle() {
-        return Ok(load);
-    }
-    let Load { busy_cpus, average_1min } = load;
-    let found = format!(
-        "this machine is not idle: {busy_cpus:.1} CPUs busy (limit {}), load average {average_1min}",
-        load::LIMIT
-    );
-    if !busy {
-        bail!("{found}; ratios would mean nothing (--busy measures all the same)");
-    }
-    step(format_args!("WARNING: {found}; THE FIGURES MEAN NOTHING"));
-    Ok(load)
 }
 
 /// One round in the lab.

@@ -1,0 +1,70 @@
+//! Guests that are run for their figures: what `pollux run --stats -` says of each.
+
+use std::ffi::OsString;
+
+use serde_json::Value as Json;
+
+use crate::lab::{self, Lab, Options, Stream};
+use crate::util::{Context, Result, bail};
+
+/// Runs a shell script, which runs `count` guests one after the other in one place, and gives the
+/// documents that they leave on its output.
+///
+/// # Errors
+/// A guest did not run.
+pub fn documents(lab: &Lab, script: &str, count: usize) -> Result<Vec<Json>> {
+    let shell: Vec<OsString> = ["sh", "-ec", script].map(OsString::from).to_vec();
+    let mut documents = Vec::new();
+    let options = Options { scratch_mib: 0, ..Options::default() };
+    let (outcome, _) = lab.run(&options, &shell, &mut |stream, bytes| match stream {
+        Stream::Out => documents.extend_from_slice(bytes),
+        Stream::Err => eprint!("{}", String::from_utf8_lossy(bytes)),
+    })?;
+    if outcome != lab::Outcome::Exited(0) {
+        bail!("the guests did not run: {outcome:?}");
+    }
+    let documents = serde_json::Deserializer::from_slice(&documents)
+        .into_iter::<Json>()
+        .collect::<std::result::Result<Vec<_>, _>>()
+        .context("the statistics of pollux")?;
+    if documents.len() != count {
+        bail!("{} guests reported, not {count}", documents.len());
+    }
+    Ok(documents)
+}
+
+/// How much a counter grew between two marks: the sum of `of` over all elements of `member`.
+pub fn between(
+    document: &Json,
+    marks: [&str; 2],
+    member: &str,
+    of: impl Fn(&Json) -> Option<f64>,
+) -> Option<f64> {
+    let at = |name: &str| {
+        let mark = document["marks"].as_array()?.iter().find(|found| found["name"] == name)?;
+        mark[member].as_array()?.iter().map(&of).sum::<Option<f64>>()
+    };
+    Some(at(marks[1])? - at(marks[0])?)
+}
+
+/// What the document says in words, which belongs below every table.
+pub fn notes(document: &Json) -> Vec<String> {
+    let notes = document["notes"].as_array().into_iter().flatten();
+    notes.filter_map(|note| note.as_str().map(str::to_owned)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn what_was_counted_between_two_marks_is_summed_over_all_vcpus() {
+        let mark = |name: &str, exits: [u32; 2]| json!({ "name": name, "vcpus": exits.map(|exits| json!({ "exits": exits })) });
+        let document = json!({ "marks": [mark("a", [1, 10]), mark("b", [3, 40])] });
+        let exits = |vcpu: &Json| vcpu["exits"].as_f64();
+        assert_eq!(between(&document, ["a", "b"], "vcpus", exits), Some(32.0));
+        assert_eq!(between(&document, ["a", "c"], "vcpus", exits), None);
+        assert_eq!(between(&document, ["a", "b"], "vcpus", |vcpu| vcpu["x"].as_f64()), None);
+    }
+}
