@@ -14,12 +14,13 @@ use std::time::Duration;
 use devices::irqchip::LocalApic;
 use halt_poll::{Clock, WakeReason, WakeSource};
 
+use super::preempted::Watch;
 use super::user::{UserApic, host_tsc};
 use crate::irq::user::VcpuWake;
 use crate::lifecycle::End;
 
-/// A gap between two turns of the poll loop that is no turn's work: the thread was off its CPU, so
-/// somebody else wants that.
+/// Where the kernel does not tell: a gap between two turns of the poll loop that is no turn's work, so
+/// the thread was off its CPU. (Or the CPU was off its own: a host that is a guest itself.)
 const PREEMPTED_NS: u64 = 100_000;
 
 /// The guest has nothing to do until an interrupt: polls for one, then sleeps. `interrupts_enabled`
@@ -33,6 +34,7 @@ pub fn halt(apic: &mut UserApic, interrupts_enabled: bool, stop: &AtomicBool) {
         wake: &apic.wake,
         stop,
         interrupts_enabled,
+        watch: Watch::start(),
         last_turn_tsc: Cell::new(host_tsc()),
         preempted_tsc: u64::from(apic.tsc_khz).saturating_mul(PREEMPTED_NS) / 1_000_000,
     };
@@ -53,6 +55,7 @@ struct Halted<'a> {
     wake: &'a VcpuWake,
     stop: &'a AtomicBool,
     interrupts_enabled: bool,
+    watch: Option<Watch>,
     last_turn_tsc: Cell<u64>,
     preempted_tsc: u64,
 }
@@ -67,9 +70,18 @@ impl WakeSource for Halted<'_> {
 
     fn block(&self, timeout_ns: Option<u64>) {
         self.wake.sleep(|| self.woken().is_some(), timeout_ns.map(Duration::from_nanos));
+        // The sleep itself is nobody's wish for the CPU.
+        match &self.watch {
+            Some(watch) => watch.restart(),
+            None => self.last_turn_tsc.set(host_tsc()),
+        }
     }
 
+    /// Whoever had the CPU meanwhile may want it again.
     fn cpu_wanted(&self) -> bool {
+        if let Some(watch) = &self.watch {
+            return watch.was_interrupted();
+        }
         let now = host_tsc();
         now.wrapping_sub(self.last_turn_tsc.replace(now)) > self.preempted_tsc
     }
