@@ -216,10 +216,15 @@ impl Driver {
         }
     }
 
+    /// Whether [`take_used`](Self::take_used) would give something.
+    pub fn has_used(&self) -> bool {
+        self.used_index() != self.next_used
+    }
+
     /// Takes the next used element and frees its descriptors, `None` if there is none. Panics if
     /// the device returned what it was not given.
     pub fn take_used(&mut self) -> Option<Used> {
-        if self.used_index() == self.next_used {
+        if !self.has_used() {
             return None;
         }
         let slot = u64::from(self.next_used % self.config.size);

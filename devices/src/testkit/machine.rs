@@ -9,11 +9,11 @@ use std::time::Instant;
 
 use vmm_sys_util::eventfd::EventFd;
 
-use super::{Driver, TIMEOUT};
+use super::TIMEOUT;
 use crate::GuestMemory;
 use crate::irq::{MsiMessage, MsiSink};
 use crate::pci::msix::Msix;
-use crate::virtio::queue::{Queue, QueueFeatures};
+use crate::virtio::queue::{Queue, QueueConfig, QueueFeatures};
 use crate::virtio::signal::{DeviceSignal, QueueSignal, STATUS_DRIVER_OK};
 use crate::virtio::{Activation, ActiveQueue, NotifyBinder};
 
@@ -212,12 +212,12 @@ impl Signals {
         &self,
         memory: &GuestMemory,
         features: u64,
-        drivers: &[&Driver],
+        configs: &[QueueConfig],
     ) -> (Activation, Vec<EventFd>) {
         let kicks: Vec<EventFd> =
-            drivers.iter().map(|_| EventFd::new(libc::EFD_CLOEXEC).expect("eventfd")).collect();
-        let queues = drivers.iter().zip(&kicks).zip(0..).map(|((driver, kick), index)| {
-            let queue = Queue::new(memory, &driver.config(), QueueFeatures::from_bits(features));
+            configs.iter().map(|_| EventFd::new(libc::EFD_CLOEXEC).expect("eventfd")).collect();
+        let queues = configs.iter().zip(&kicks).zip(0..).map(|((config, kick), index)| {
+            let queue = Queue::new(memory, config, QueueFeatures::from_bits(features));
             ActiveQueue {
                 index,
                 queue: queue.expect("a good configuration"),

@@ -2,7 +2,8 @@
 //! virtio PCI device through its configuration space and BARs, and receives its interrupts. No KVM.
 //!
 //! * [`memory`], [`Arena`]: guest RAM, and buffers in it with canaries around them.
-//! * [`Driver`]: the driver's side of one split queue, well behaved or (with the raw accessors) not.
+//! * [`Driver`], [`PackedDriver`]: the driver's side of one queue, split or packed, well behaved or
+//!   (with the raw accessors) not; [`AnyDriver`] is one of the two.
 //! * [`PciDriver`]: the driver's side of the virtio PCI transport.
 //! * [`RecordingSink`], [`Notifier`]: what the machine does with interrupts and notifications.
 //! * [`Signals`]: what a device is activated with, without a transport.
@@ -20,6 +21,7 @@
 mod arena;
 mod driver;
 mod machine;
+mod packed;
 mod pci;
 
 use std::time::Duration;
@@ -27,6 +29,7 @@ use std::time::Duration;
 pub use arena::{Arena, memory, memory_with_hole, read, write};
 pub use driver::{Buf, Driver, RawDescriptor, Used, reframe};
 pub use machine::{Notifier, RecordingSink, Signals, SinkEvent};
+pub use packed::{AnyDriver, PackedDriver, RawPacked, RingPosition};
 pub use pci::{Location, PciDriver};
 
 pub use crate::virtio::common_cfg::offset as common;

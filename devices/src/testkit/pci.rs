@@ -1,8 +1,9 @@
 //! The driver's side of the virtio PCI transport (virtio 1.2, 4.1).
 
 use std::sync::Arc;
+use std::time::Instant;
 
-use super::{Driver, Notifier};
+use super::{Driver, Notifier, TIMEOUT};
 use crate::GuestMemory;
 use crate::pci::PciDevice;
 use crate::virtio::common_cfg::offset as common;
@@ -255,6 +256,25 @@ impl<D: PciDevice> PciDriver<D> {
     pub fn enable_queue(&mut self, index: u16, config: &QueueConfig) {
         self.configure_queue(index, config, index + 1);
         self.write_common(common::QUEUE_ENABLE, &1u16.to_le_bytes());
+    }
+
+    /// Asks for the reset of a queue; gives whether it is done at once (4.1.4.3.2).
+    pub fn reset_queue(&mut self, index: u16) -> bool {
+        self.write_common(common::QUEUE_SELECT, &index.to_le_bytes());
+        self.write_common(common::QUEUE_RESET, &1u16.to_le_bytes());
+        self.common_u16(common::QUEUE_RESET) == 0
+    }
+
+    /// Resets a queue and waits until that is done; panics after [`TIMEOUT`].
+    pub fn reset_queue_and_wait(&mut self, index: u16) {
+        let start = Instant::now();
+        let mut done = self.reset_queue(index);
+        while !done {
+            assert!(start.elapsed() < TIMEOUT, "the reset of queue {index} does not end");
+            std::thread::yield_now();
+            done = self.common_u16(common::QUEUE_RESET) == 0;
+        }
+        assert_eq!(self.common_u16(common::QUEUE_ENABLE), 0, "queue {index} is reset");
     }
 
     /// Turns MSI-X on, with every vector unmasked, and gives vector 0 to configuration changes.

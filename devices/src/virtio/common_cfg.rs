@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 
 use virtio_bindings::virtio_config::{
     VIRTIO_CONFIG_S_ACKNOWLEDGE, VIRTIO_CONFIG_S_DRIVER, VIRTIO_CONFIG_S_FAILED,
-    VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_F_VERSION_1,
+    VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_F_RING_PACKED, VIRTIO_F_RING_RESET, VIRTIO_F_VERSION_1,
 };
 
 use super::queue::{Queue, QueueConfig, QueueFeatures};
@@ -35,8 +35,11 @@ pub mod offset {
     pub const QUEUE_DESC: u64 = 0x20;
     pub const QUEUE_DRIVER: u64 = 0x28;
     pub const QUEUE_DEVICE: u64 = 0x30;
+    /// Reads as zero: `VIRTIO_F_NOTIF_CONFIG_DATA` is not offered.
+    pub const QUEUE_NOTIFY_DATA: u64 = 0x38;
+    pub const QUEUE_RESET: u64 = 0x3a;
     /// Length of the structure in bytes.
-    pub const BYTES: u64 = 0x38;
+    pub const BYTES: u64 = 0x3c;
 }
 
 /// Device status: the driver accepted its features, and the device agreed.
@@ -56,6 +59,11 @@ pub enum Event {
     DriverOk,
     /// A queue that cannot work was enabled: the device needs a reset.
     BadQueue,
+    /// A queue was enabled in a device that runs: start it.
+    EnableQueue(u16),
+    /// Reset this queue of a device that runs; when it is done, call
+    /// [`CommonConfig::queue_was_reset`].
+    ResetQueue(u16),
 }
 
 /// The registers of one queue.
@@ -64,12 +72,27 @@ struct QueueRegisters {
     size: u16,
     vector: Arc<AtomicU16>,
     enabled: bool,
+    /// A reset of this queue was asked for, and is not known to be done.
+    resetting: bool,
     desc: u64,
     driver: u64,
     device: u64,
 }
 
 impl QueueRegisters {
+    fn new(max_size: u16) -> QueueRegisters {
+        QueueRegisters {
+            max_size,
+            size: max_size,
+            vector: Arc::new(AtomicU16::new(NO_VECTOR)),
+            enabled: false,
+            resetting: false,
+            desc: 0,
+            driver: 0,
+            device: 0,
+        }
+    }
+
     fn config(&self) -> QueueConfig {
         QueueConfig { size: self.size, desc: self.desc, driver: self.driver, device: self.device }
     }
@@ -78,6 +101,7 @@ impl QueueRegisters {
         self.size = self.max_size;
         self.vector.store(NO_VECTOR, Ordering::SeqCst);
         self.enabled = false;
+        self.resetting = false;
         (self.desc, self.driver, self.device) = (0, 0, 0);
     }
 }
@@ -101,15 +125,8 @@ impl CommonConfig {
     /// The registers after a reset, of a device that offers the features `offered`, has a queue
     /// for each of `max_sizes` (65535 at most) and `vectors` MSI-X vectors.
     pub fn new(offered: u64, max_sizes: &[u16], vectors: u16) -> CommonConfig {
-        let queues = max_sizes.iter().take(usize::from(u16::MAX)).map(|&max_size| QueueRegisters {
-            max_size,
-            size: max_size,
-            vector: Arc::new(AtomicU16::new(NO_VECTOR)),
-            enabled: false,
-            desc: 0,
-            driver: 0,
-            device: 0,
-        });
+        let max_sizes = max_sizes.iter().take(usize::from(u16::MAX));
+        let queues = max_sizes.map(|&max_size| QueueRegisters::new(max_size));
         CommonConfig {
             offered,
             accepted: 0,
@@ -164,11 +181,24 @@ impl CommonConfig {
         (0..).zip(&self.queues).filter(|(_, q)| q.enabled).map(|(index, q)| (index, q.config()))
     }
 
+    /// The selected queue, if its reset was asked for and is not known to be done.
+    pub fn resetting(&self) -> Option<u16> {
+        let queue = self.queues.get(usize::from(self.queue_select))?;
+        queue.resetting.then_some(self.queue_select)
+    }
+
+    /// The reset of a queue is done.
+    pub fn queue_was_reset(&mut self, index: u16) {
+        if let Some(queue) = self.queues.get_mut(usize::from(index)) {
+            queue.resetting = false;
+        }
+    }
+
     /// Reads at `at` bytes into the structure; what lies outside reads as zero. `generation` is
-    /// the device configuration's.
-    pub fn read(&self, at: u64, data: &mut [u8], generation: u8) {
+    /// the device configuration's; `resetting` says that the reset of the selected queue goes on.
+    pub fn read(&self, at: u64, data: &mut [u8], generation: u8, resetting: bool) {
         data.fill(0);
-        let image = self.image(generation);
+        let image = self.image(generation, resetting);
         let start = usize::try_from(at).unwrap_or(usize::MAX);
         for (byte, value) in data.iter_mut().zip(image.iter().skip(start)) {
             *byte = *value;
@@ -176,7 +206,7 @@ impl CommonConfig {
     }
 
     /// All registers as they read now.
-    fn image(&self, generation: u8) -> [u8; offset::BYTES as usize] {
+    fn image(&self, generation: u8, resetting: bool) -> [u8; offset::BYTES as usize] {
         let half = |features: u64, select: u32| match select {
             0 => features as u32,
             1 => (features >> 32) as u32,
@@ -210,6 +240,7 @@ impl CommonConfig {
                 put(offset::QUEUE_DESC, &queue.desc.to_le_bytes());
                 put(offset::QUEUE_DRIVER, &queue.driver.to_le_bytes());
                 put(offset::QUEUE_DEVICE, &queue.device.to_le_bytes());
+                put(offset::QUEUE_RESET, &u16::from(resetting).to_le_bytes());
             }
             // A queue size of 0 says that there is no such queue (4.1.4.3.1).
             None => put(offset::QUEUE_MSIX_VECTOR, &NO_VECTOR.to_le_bytes()),
@@ -235,6 +266,7 @@ impl CommonConfig {
 
     fn write_u16(&mut self, at: u64, value: u16, memory: &GuestMemory) -> Event {
         let vector = if value < self.vectors { value } else { NO_VECTOR };
+        let any_size = self.accepted & (1 << VIRTIO_F_RING_PACKED) != 0;
         let queue = self.queues.get_mut(usize::from(self.queue_select));
         match (at, queue) {
             (offset::CONFIG_MSIX_VECTOR, _) => self.config_vector.store(vector, Ordering::SeqCst),
@@ -243,12 +275,15 @@ impl CommonConfig {
                 queue.vector.store(vector, Ordering::SeqCst);
             }
             (offset::QUEUE_SIZE, Some(queue))
-                if !queue.enabled && value.is_power_of_two() && value <= queue.max_size =>
+                if !queue.enabled
+                    && (1..=queue.max_size).contains(&value)
+                    && (any_size || value.is_power_of_two()) =>
             {
                 queue.size = value;
             }
             // A driver never writes 0 (4.1.4.3.2).
             (offset::QUEUE_ENABLE, Some(_)) if value == 1 => return self.enable_queue(memory),
+            (offset::QUEUE_RESET, Some(_)) if value == 1 => return self.reset_queue(),
             _ => {}
         }
         Event::None
@@ -296,21 +331,45 @@ impl CommonConfig {
         }
     }
 
-    /// Enables the selected queue, if its rings are sound. A device that has started cannot be
-    /// given more.
+    /// Enables the selected queue, if its rings are sound. A device that has started can be given
+    /// more only if its queues can be reset one by one (2.6.1).
     fn enable_queue(&mut self, memory: &GuestMemory) -> Event {
         let features = QueueFeatures::from_bits(self.accepted);
-        if self.status() & STATUS_DRIVER_OK != 0 {
+        let running = self.status() & STATUS_DRIVER_OK != 0;
+        let index = self.queue_select;
+        if running && !self.can_reset_queues() {
             return Event::None;
         }
-        let Some(queue) = self.queues.get_mut(usize::from(self.queue_select)) else {
+        let Some(queue) = self.queues.get_mut(usize::from(index)) else {
             return Event::None;
         };
+        if running && (queue.enabled || queue.resetting) {
+            return Event::None;
+        }
         if Queue::new(memory, &queue.config(), features).is_err() {
             return Event::BadQueue;
         }
         queue.enabled = true;
-        Event::None
+        if running { Event::EnableQueue(index) } else { Event::None }
+    }
+
+    /// Begins to reset the selected queue: its registers have their defaults from now on (2.6.1.1).
+    fn reset_queue(&mut self) -> Event {
+        let running = self.status() & STATUS_DRIVER_OK != 0;
+        let index = self.queue_select;
+        if !self.can_reset_queues() {
+            return Event::None;
+        }
+        let Some(queue) = self.queues.get_mut(usize::from(index)) else {
+            return Event::None;
+        };
+        queue.reset();
+        queue.resetting = running;
+        if running { Event::ResetQueue(index) } else { Event::None }
+    }
+
+    fn can_reset_queues(&self) -> bool {
+        self.features() & (1 << VIRTIO_F_RING_RESET) != 0
     }
 
     /// The driver sets bits and, but for a reset, clears none (2.1.1). FEATURES_OK stays clear if

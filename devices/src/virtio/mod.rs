@@ -30,7 +30,9 @@ pub trait VirtioDevice: Send {
     fn write_config(&mut self, features: u64, offset: u64, data: &[u8]);
     /// Changes whenever the driver could otherwise read a torn value (virtio 1.2, 2.5.1).
     fn config_generation(&self) -> u8;
-    /// Starts taking requests. Called at DRIVER_OK, once between two resets.
+    /// Starts taking requests from these queues. Called at DRIVER_OK with all that are enabled, and,
+    /// if `VIRTIO_F_RING_RESET` was negotiated, with each one that is enabled later (2.6.1.2). No
+    /// queue is given twice between two resets of its own or of the device.
     ///
     /// # Errors
     /// Why the device cannot start; the transport then sets NEEDS_RESET.
@@ -38,9 +40,18 @@ pub trait VirtioDevice: Send {
     /// Stops taking requests, waits for what is in flight *without posting it*, and forgets all
     /// queues. Afterwards the device touches no guest memory until it is activated again.
     fn reset(&mut self);
+    /// Begins to reset one queue while others go on (virtio 1.2, 2.6.1): takes no more requests from
+    /// it and posts none that are in flight. Nothing to be done if it is not active. Called only if
+    /// `VIRTIO_F_RING_RESET` was negotiated.
+    fn reset_queue(&mut self, _index: u16) {}
+    /// Whether what [`reset_queue`](Self::reset_queue) began is done: nothing of that queue is in
+    /// flight, and the device touches its memory no more.
+    fn is_queue_reset(&self, _index: u16) -> bool {
+        true
+    }
 }
 
-/// What a device gets at DRIVER_OK.
+/// What a device gets at DRIVER_OK, and with queues that are enabled later.
 pub struct Activation {
     /// Guest RAM.
     pub memory: GuestMemory,

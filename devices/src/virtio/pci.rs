@@ -4,7 +4,7 @@
 //!
 //! | structure | offset | length |
 //! |---|---|---|
-//! | common configuration | 0x0000 | 0x38 |
+//! | common configuration | 0x0000 | 0x3c |
 //! | ISR status | 0x1000 | 1 |
 //! | device configuration | 0x2000 | 4 KiB |
 //! | notification, one double word a queue | 0x3000 | whole pages |
@@ -157,6 +157,16 @@ struct Kick {
     bound: Option<u64>,
 }
 
+impl Kick {
+    /// Forgets kicks from before a reset, which are for a queue that is gone. Nobody else reads.
+    fn clear(&self) {
+        // The write makes sure that the read finds something: the eventfd blocks.
+        if self.eventfd.write(1).is_ok() {
+            let _ = self.eventfd.read();
+        }
+    }
+}
+
 impl VirtioPci {
     /// Puts `device` behind a PCI function with a vector for each queue and one for configuration
     /// changes. Its interrupts go to `sink`, its notification addresses to `binder`.
@@ -208,7 +218,9 @@ impl VirtioPci {
         data.fill(0);
         match self.layout.locate(at) {
             Some((Structure::Common, at)) => {
-                self.common.read(at, data, self.device.config_generation());
+                let queue = self.common.resetting();
+                let resetting = queue.is_some_and(|queue| !self.device.is_queue_reset(queue));
+                self.common.read(at, data, self.device.config_generation(), resetting);
             }
             // A read clears it (4.1.4.5).
             Some((Structure::Isr, _)) => {
@@ -236,11 +248,18 @@ impl VirtioPci {
     }
 
     fn write_common(&mut self, at: u64, data: &[u8]) {
+        if let Some(queue) = self.common.resetting()
+            && self.device.is_queue_reset(queue)
+        {
+            self.common.queue_was_reset(queue);
+        }
         match self.common.write(at, data, &self.memory) {
             Event::None => {}
             Event::Reset => self.reset(),
             Event::DriverOk => self.start(),
             Event::BadQueue => self.device_signal().needs_reset(),
+            Event::EnableQueue(queue) => self.start_queue(queue),
+            Event::ResetQueue(queue) => self.device.reset_queue(queue),
         }
     }
 
@@ -256,27 +275,41 @@ impl VirtioPci {
 
     /// DRIVER_OK: gives the device its queues. With none enabled there is nothing to start.
     fn start(&mut self) {
-        let signal = self.device_signal();
         if self.common.needs_reset() {
             // Set while the driver was not ready for an interrupt (2.1.2).
-            signal.config_changed();
+            self.device_signal().config_changed();
             return;
         }
-        let started = self.activation().and_then(|activation| match activation.queues.len() {
+        self.activate(|_| true);
+    }
+
+    /// Gives a device that runs a queue that was enabled anew (2.6.1.2).
+    fn start_queue(&mut self, index: u16) {
+        if self.common.needs_reset() {
+            return;
+        }
+        if let Some(kick) = self.kicks.get(usize::from(index)) {
+            kick.clear();
+        }
+        self.activate(|this| this == index);
+    }
+
+    fn activate(&mut self, which: impl Fn(u16) -> bool) {
+        let started = self.activation(which).and_then(|activation| match activation.queues.len() {
             0 => Ok(()),
             _ => Ok(self.device.activate(activation)?),
         });
         if let Err(error) = started {
             self.report(&error);
-            signal.needs_reset();
+            self.device_signal().needs_reset();
         }
     }
 
-    fn activation(&self) -> Result<Activation, StartError> {
+    fn activation(&self, which: impl Fn(u16) -> bool) -> Result<Activation, StartError> {
         let features = self.common.features();
         let queue_features = QueueFeatures::from_bits(features);
         let mut queues = Vec::new();
-        for (index, config) in self.common.enabled_queues() {
+        for (index, config) in self.common.enabled_queues().filter(|(index, _)| which(*index)) {
             let queue = Queue::new(&self.memory, &config, queue_features)
                 .map_err(|error| StartError::Queue(index, error))?;
             // Both exist for every queue of the device.
@@ -297,13 +330,7 @@ impl VirtioPci {
     /// PCI function is not reset; BARs and the MSI-X table stay as they are.
     fn reset(&mut self) {
         self.device.reset();
-        for kick in &self.kicks {
-            // A kick from before the reset is for queues that are gone. The write makes sure that
-            // the read finds something: the eventfd blocks.
-            if kick.eventfd.write(1).is_ok() {
-                let _ = kick.eventfd.read();
-            }
-        }
+        self.kicks.iter().for_each(Kick::clear);
         self.isr.store(0, Ordering::SeqCst);
         self.msix.clear_pending();
         self.common.reset();

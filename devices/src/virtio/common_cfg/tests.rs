@@ -23,13 +23,18 @@ struct Registers {
 impl Registers {
     /// A device with queues of 256 and 8 descriptors and three vectors.
     fn new() -> Registers {
+        Registers::offering(OFFERED)
+    }
+
+    fn offering(features: u64) -> Registers {
         let memory = testkit::memory(RAM_BYTES);
-        Registers { common: CommonConfig::new(OFFERED, &[256, 8], 3), memory }
+        Registers { common: CommonConfig::new(features, &[256, 8], 3), memory }
     }
 
     fn read<const N: usize>(&self, at: u64) -> [u8; N] {
         let mut data = [0xee; N];
-        self.common.read(at, &mut data, GENERATION);
+        let resetting = self.common.resetting().is_some();
+        self.common.read(at, &mut data, GENERATION, resetting);
         data
     }
 
@@ -66,8 +71,13 @@ impl Registers {
 
     /// Up to FEATURES_OK.
     fn negotiated() -> Registers {
-        let mut registers = Registers::new();
-        registers.accept(OFFERED);
+        Registers::with(OFFERED)
+    }
+
+    /// Up to FEATURES_OK, with all of these features.
+    fn with(features: u64) -> Registers {
+        let mut registers = Registers::offering(features);
+        registers.accept(features);
         registers.set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK);
         assert_eq!(registers.common.status(), ACKNOWLEDGE | DRIVER | FEATURES_OK);
         registers
@@ -207,6 +217,23 @@ fn a_queue_size_is_a_power_of_two_up_to_the_largest_or_is_ignored() {
 }
 
 #[test]
+fn the_size_of_a_packed_queue_is_any_up_to_the_largest() {
+    let mut registers = Registers::with(OFFERED | 1 << VIRTIO_F_RING_PACKED);
+    for refused in [0, 257, 32768, 65535] {
+        registers.set_u16(offset::QUEUE_SIZE, refused);
+        assert_eq!(registers.u16(offset::QUEUE_SIZE), 256);
+    }
+    for size in [1, 3, 100, 255, 256] {
+        registers.set_u16(offset::QUEUE_SIZE, size);
+        assert_eq!(registers.u16(offset::QUEUE_SIZE), size);
+        registers.set_addresses();
+    }
+    registers.set_u16(offset::QUEUE_SIZE, 100);
+    assert_eq!(registers.set_u16(offset::QUEUE_ENABLE, 1), Event::None);
+    assert_eq!(registers.u16(offset::QUEUE_ENABLE), 1);
+}
+
+#[test]
 fn a_queue_that_does_not_exist_has_size_0_and_takes_nothing() {
     let mut registers = Registers::negotiated();
     for select in [2, 1000, u16::MAX] {
@@ -277,6 +304,66 @@ fn no_queue_is_enabled_after_driver_ok() {
     registers.set_status(DRIVER_OK);
     assert_eq!(registers.set_u16(offset::QUEUE_ENABLE, 1), Event::None);
     assert_eq!(registers.u16(offset::QUEUE_ENABLE), 0);
+}
+
+const RING_RESET: u64 = OFFERED | 1 << VIRTIO_F_RING_RESET;
+
+#[test]
+fn a_queue_is_reset_and_enabled_again_while_the_device_runs() {
+    let mut registers = Registers::with(RING_RESET);
+    registers.set_addresses();
+    registers.set_u16(offset::QUEUE_SIZE, 4);
+    registers.set_u16(offset::QUEUE_MSIX_VECTOR, 1);
+    registers.set_u16(offset::QUEUE_ENABLE, 1);
+    registers.set_status(DRIVER_OK);
+    assert_eq!(registers.u16(offset::QUEUE_RESET), 0);
+
+    assert_eq!(registers.set_u16(offset::QUEUE_RESET, 1), Event::ResetQueue(0));
+    assert_eq!(registers.u16(offset::QUEUE_RESET), 1, "it goes on");
+    assert_eq!(registers.u16(offset::QUEUE_ENABLE), 0);
+    assert_eq!(registers.u16(offset::QUEUE_SIZE), 256, "the defaults");
+    assert_eq!(registers.u16(offset::QUEUE_MSIX_VECTOR), NO_VECTOR);
+    assert_eq!(registers.read::<24>(offset::QUEUE_DESC), [0; 24]);
+    registers.set_addresses();
+    assert_eq!(registers.set_u16(offset::QUEUE_ENABLE, 1), Event::None, "too early");
+    registers.set_u16(offset::QUEUE_SELECT, 1);
+    assert_eq!(registers.u16(offset::QUEUE_RESET), 0, "the other queue is not concerned");
+
+    registers.set_u16(offset::QUEUE_SELECT, 0);
+    registers.common.queue_was_reset(0);
+    assert_eq!(registers.u16(offset::QUEUE_RESET), 0);
+    assert_eq!(registers.set_u16(offset::QUEUE_ENABLE, 1), Event::EnableQueue(0));
+    assert_eq!(registers.u16(offset::QUEUE_ENABLE), 1);
+    assert_eq!(registers.set_u16(offset::QUEUE_ENABLE, 1), Event::None, "it is enabled");
+    assert_eq!(registers.common.status() & DRIVER_OK, DRIVER_OK);
+}
+
+#[test]
+fn a_queue_is_not_reset_without_the_feature_or_by_anything_but_1() {
+    for (features, value) in [(OFFERED, 1), (RING_RESET, 0), (RING_RESET, 2)] {
+        let mut registers = Registers::with(features);
+        registers.set_addresses();
+        registers.set_u16(offset::QUEUE_ENABLE, 1);
+        registers.set_status(DRIVER_OK);
+        assert_eq!(registers.set_u16(offset::QUEUE_RESET, value), Event::None);
+        assert_eq!(registers.u16(offset::QUEUE_RESET), 0);
+        assert_eq!(registers.u16(offset::QUEUE_ENABLE), 1);
+    }
+    let mut registers = Registers::with(RING_RESET);
+    registers.set_status(DRIVER_OK);
+    registers.set_u16(offset::QUEUE_SELECT, 2);
+    assert_eq!(registers.set_u16(offset::QUEUE_RESET, 1), Event::None, "no such queue");
+}
+
+#[test]
+fn a_queue_reset_before_the_device_runs_is_done_at_once() {
+    let mut registers = Registers::with(RING_RESET);
+    registers.set_addresses();
+    registers.set_u16(offset::QUEUE_ENABLE, 1);
+    assert_eq!(registers.set_u16(offset::QUEUE_RESET, 1), Event::None);
+    assert_eq!(registers.u16(offset::QUEUE_RESET), 0);
+    assert_eq!(registers.u16(offset::QUEUE_ENABLE), 0);
+    assert_eq!(registers.common.enabled_queues().count(), 0);
 }
 
 #[test]

@@ -1,17 +1,18 @@
 //! Tests of the transport with a device that does next to nothing.
 
 mod garbage;
+mod queue_reset;
 mod rules;
 
 use std::sync::{Mutex, MutexGuard};
 
-use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::virtio_config::{VIRTIO_F_RING_RESET, VIRTIO_F_VERSION_1};
 
 use super::*;
 use crate::testkit::{self, Driver, Notifier, PciDriver, RecordingSink, common};
 
 const VERSION_1: u64 = 1 << VIRTIO_F_VERSION_1;
-const OFFERED: u64 = VERSION_1 | 1 << 5 | 1 << 28 | 1 << 29;
+const OFFERED: u64 = VERSION_1 | 1 << 5 | 1 << 28 | 1 << 29 | 1 << VIRTIO_F_RING_RESET;
 const MAX_SIZES: [u16; 2] = [256, 8];
 const RAM_BYTES: usize = 1 << 20;
 const RINGS: u64 = 0x1000;
@@ -35,6 +36,10 @@ struct State {
     config: [u8; 8],
     config_writes: Vec<(u64, u64, Vec<u8>)>,
     generation: u8,
+    /// Queues whose reset was begun and is not done.
+    resetting: Vec<u16>,
+    /// The reset of a queue goes on until the test ends it.
+    slow_queue_reset: bool,
 }
 
 #[derive(Clone, Default)]
@@ -76,13 +81,24 @@ impl VirtioDevice for Dummy {
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let mut state = self.state();
-        assert!(state.active.is_none(), "activated twice without a reset");
         assert!(!activation.queues.is_empty());
         state.activations += 1;
         if state.refuse {
             return Err(io::Error::other("refused").into());
         }
-        state.active = Some(activation);
+        for queue in &activation.queues {
+            assert!(!state.resetting.contains(&queue.index), "activated during its reset");
+        }
+        match &mut state.active {
+            None => state.active = Some(activation),
+            Some(active) => {
+                for queue in activation.queues {
+                    let again = active.queues.iter().any(|this| this.index == queue.index);
+                    assert!(!again, "activated twice without a reset");
+                    active.queues.push(queue);
+                }
+            }
+        }
         Ok(())
     }
 
@@ -94,6 +110,21 @@ impl VirtioDevice for Dummy {
             active.device.needs_reset();
         }
         state.active = None;
+        state.resetting.clear();
+    }
+
+    fn reset_queue(&mut self, index: u16) {
+        let mut state = self.state();
+        if let Some(active) = &mut state.active {
+            active.queues.retain(|queue| queue.index != index);
+        }
+        if state.slow_queue_reset && !state.resetting.contains(&index) {
+            state.resetting.push(index);
+        }
+    }
+
+    fn is_queue_reset(&self, index: u16) -> bool {
+        !self.state().resetting.contains(&index)
     }
 }
 

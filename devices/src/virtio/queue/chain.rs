@@ -118,8 +118,9 @@ impl Chain {
         !self.writable.bufs.is_empty()
     }
 
-    /// The index of the first descriptor, by which [`Queue::push`](super::Queue::push) returns the
-    /// chain.
+    /// What [`Queue::push`](super::Queue::push) returns the chain by: the index of the first
+    /// descriptor in a split queue, a number of the queue's own in a packed one. Less than the
+    /// queue's size, and in a packed queue unlike that of any other chain that is out.
     #[inline]
     pub fn head(&self) -> u16 {
         self.head

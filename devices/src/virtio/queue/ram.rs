@@ -2,6 +2,7 @@
 
 use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
 
+use super::QueueError;
 use crate::GuestMemory;
 
 /// One run of guest RAM.
@@ -74,5 +75,23 @@ impl RamMap {
     pub(super) fn translate_whole(&mut self, address: u64, len_bytes: u64) -> Option<*mut u8> {
         let (host, available_bytes) = self.translate(address)?;
         (len_bytes <= available_bytes).then_some(host)
+    }
+
+    /// The host address of one area of a queue: `len_bytes` bytes in one region, aligned.
+    pub(super) fn area(
+        &mut self,
+        address: u64,
+        len_bytes: u64,
+        alignment: usize,
+    ) -> Result<*mut u8, QueueError> {
+        let host = self
+            .translate_whole(address, len_bytes)
+            .ok_or(QueueError::OutsideRam { address, len_bytes })?;
+        // RAM regions are page aligned on both sides, so that one check is as good as the other;
+        // the host's is the one the accesses rely on.
+        if !address.is_multiple_of(alignment as u64) || !host.addr().is_multiple_of(alignment) {
+            return Err(QueueError::Misaligned(address));
+        }
+        Ok(host)
     }
 }

@@ -1,16 +1,20 @@
-//! Tests of split queues, by what they are about.
+//! Tests of queues, by what they are about. Where nothing else is said, of split ones.
 
+mod both;
 mod chains;
 mod events;
 mod hostile;
+mod packed;
+mod packed_hostile;
 
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 
 use super::*;
-use crate::testkit::{self, Arena, Buf, Driver, RawDescriptor};
+use crate::testkit::{self, AnyDriver, Arena, Buf, Driver, PackedDriver, RawDescriptor, RawPacked};
 
 const INDIRECT: u64 = 1 << VIRTIO_RING_F_INDIRECT_DESC;
 const EVENT_IDX: u64 = 1 << VIRTIO_RING_F_EVENT_IDX;
+const PACKED: u64 = 1 << VIRTIO_F_RING_PACKED;
 const RAM_BYTES: usize = 1 << 20;
 const RINGS: u64 = 0x1000;
 /// Where the tests' buffers are, behind the rings of any queue of theirs.
@@ -24,6 +28,24 @@ fn setup(size: u16, features: u64) -> (Driver, Queue, Arena, GuestMemory) {
     let queue = driver.device_queue();
     let arena = Arena::new(&memory, BUFFERS);
     (driver, queue, arena, memory)
+}
+
+/// The same for a queue of the format that `features` say.
+fn setup_any(size: u16, features: u64) -> (AnyDriver, Queue, Arena, GuestMemory) {
+    let memory = testkit::memory(RAM_BYTES);
+    let driver = AnyDriver::new(&memory, RINGS, size, features);
+    assert!(driver.end() <= BUFFERS);
+    let queue = driver.device_queue();
+    let arena = Arena::new(&memory, BUFFERS);
+    (driver, queue, arena, memory)
+}
+
+/// The same for a packed queue.
+fn setup_packed(size: u16, features: u64) -> (PackedDriver, Queue, Arena, GuestMemory) {
+    match setup_any(size, features | PACKED) {
+        (AnyDriver::Packed(driver), queue, arena, memory) => (driver, queue, arena, memory),
+        (AnyDriver::Split(_), ..) => unreachable!("a packed queue was asked for"),
+    }
 }
 
 /// What a buffer is on the host.

@@ -106,7 +106,7 @@ fn enabling_kicks_tells_of_what_came_meanwhile() {
 /// a single lost kick or interrupt ends in the time-out.
 fn nobody_sleeps_on_work(features: u64) {
     const CHAINS: usize = 40_000;
-    let (mut driver, mut queue, _, _) = setup(8, features);
+    let (mut driver, mut queue, _, _) = setup_any(8, features);
     let (kick, kicked) = mpsc::channel();
     let (interrupt, interrupted) = mpsc::channel();
     let device = std::thread::spawn(move || {
@@ -147,7 +147,7 @@ fn nobody_sleeps_on_work(features: u64) {
         }
         if taken == before {
             driver.want_interrupts(true);
-            if driver.used_index() == taken as u16 {
+            if !driver.has_used() {
                 interrupted.recv_timeout(testkit::TIMEOUT).expect("an interrupt was lost");
             }
         }
@@ -163,6 +163,16 @@ fn nobody_sleeps_on_work_with_flags() {
 #[test]
 fn nobody_sleeps_on_work_with_event_idx() {
     nobody_sleeps_on_work(EVENT_IDX);
+}
+
+#[test]
+fn nobody_sleeps_on_work_of_a_packed_queue_with_flags() {
+    nobody_sleeps_on_work(PACKED);
+}
+
+#[test]
+fn nobody_sleeps_on_work_of_a_packed_queue_with_descriptor_events() {
+    nobody_sleeps_on_work(PACKED | EVENT_IDX);
 }
 
 /// Where two threads meet, to go on at nearly the same moment.
@@ -224,7 +234,7 @@ const RACES: usize = 20_000;
 
 /// The driver publishes a chain while the device enables kicks: one of them learns of the other.
 fn a_chain_or_a_kick_is_seen(features: u64) {
-    let (mut driver, mut queue, _, _) = setup(8, features);
+    let (mut driver, mut queue, _, _) = setup_any(8, features);
     race(
         move |round| {
             let mut chain = Chain::new();
@@ -248,7 +258,7 @@ fn a_chain_or_a_kick_is_seen(features: u64) {
 
 /// The device publishes a used chain while the driver enables interrupts: likewise.
 fn a_used_chain_or_an_interrupt_is_seen(features: u64) {
-    let (mut driver, mut queue, _, _) = setup(8, features);
+    let (mut driver, mut queue, _, _) = setup_any(8, features);
     let (available, ready) = mpsc::channel();
     race(
         move |round| {
@@ -261,16 +271,16 @@ fn a_used_chain_or_an_interrupt_is_seen(features: u64) {
             }
         },
         move |round| {
-            for taken in 0..RACES {
+            for _ in 0..RACES {
                 driver.want_interrupts(false);
                 driver.add(&[Buf::writable(BUFFERS, 1)]);
                 driver.publish();
                 available.send(()).unwrap();
                 round(&mut || {
                     // The device's store now has to wait for this cache line.
-                    driver.used_index();
+                    driver.has_used();
                     driver.want_interrupts(true);
-                    driver.used_index() != taken as u16
+                    driver.has_used()
                 });
                 driver.wait_used();
             }
@@ -296,6 +306,26 @@ fn a_used_chain_or_an_interrupt_is_seen_with_flags() {
 #[test]
 fn a_used_chain_or_an_interrupt_is_seen_with_event_idx() {
     a_used_chain_or_an_interrupt_is_seen(EVENT_IDX);
+}
+
+#[test]
+fn a_chain_or_a_kick_is_seen_in_a_packed_queue_with_flags() {
+    a_chain_or_a_kick_is_seen(PACKED);
+}
+
+#[test]
+fn a_chain_or_a_kick_is_seen_in_a_packed_queue_with_descriptor_events() {
+    a_chain_or_a_kick_is_seen(PACKED | EVENT_IDX);
+}
+
+#[test]
+fn a_used_chain_or_an_interrupt_is_seen_in_a_packed_queue_with_flags() {
+    a_used_chain_or_an_interrupt_is_seen(PACKED);
+}
+
+#[test]
+fn a_used_chain_or_an_interrupt_is_seen_in_a_packed_queue_with_descriptor_events() {
+    a_used_chain_or_an_interrupt_is_seen(PACKED | EVENT_IDX);
 }
 
 proptest! {

@@ -304,7 +304,7 @@ proptest! {
             driver: driver.address & !0x1,
             device: device.address & !0x3,
         };
-        let features = QueueFeatures { event_idx: true, indirect: true };
+        let features = QueueFeatures { event_idx: true, indirect: true, packed: false };
         if let Ok(mut queue) = Queue::new(&memory, &config, features) {
             let ram = RAM_BYTES as u64;
             prop_assert!(config.desc + 16 * u64::from(size) <= ram);
