@@ -9,7 +9,9 @@ use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_TOPOLOGY,
     VIRTIO_BLK_F_WRITE_ZEROES, VIRTIO_BLK_ID_BYTES,
 };
-use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::virtio_config::{
+    VIRTIO_F_RING_PACKED, VIRTIO_F_RING_RESET, VIRTIO_F_VERSION_1,
+};
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
 use crate::disk::Disk;
@@ -74,6 +76,8 @@ pub struct BlkConfig {
     pub serial: String,
     /// Offer `VIRTIO_F_EVENT_IDX`.
     pub event_idx: bool,
+    /// Offer `VIRTIO_F_RING_PACKED`.
+    pub packed: bool,
     /// The longest time in nanoseconds a worker polls before it sleeps; 0: it never polls.
     pub io_poll_ns: u64,
     /// The host CPU each queue's worker is bound to; queues past the end are not bound.
@@ -94,6 +98,7 @@ impl Default for BlkConfig {
             discard: true,
             serial: String::new(),
             event_idx: true,
+            packed: false,
             io_poll_ns: 0,
             pin_cpus: Vec::new(),
         }
@@ -102,7 +107,7 @@ impl Default for BlkConfig {
 
 impl BlkConfig {
     /// Possible queue sizes, of which powers of two are taken. The fewest descriptors hold a header,
-    /// data and a status byte. A split virtqueue may have 32768 (virtio 1.2, 2.7), but a guest can
+    /// data and a status byte. A virtqueue may have 32768 (virtio 1.2, 2.7, 2.8), but a guest can
     /// make the device keep 16 bytes for each buffer of each chain, which is the square of this.
     pub const QUEUE_SIZES: RangeInclusive<u16> = 4..=1024;
     /// Possible numbers of queues.
@@ -149,6 +154,7 @@ pub(crate) const fn bit(feature: u32) -> u64 {
 /// All features of a device with this configuration and disk (5.2.3, 6).
 pub(crate) fn features(config: &BlkConfig, disk: &Disk) -> u64 {
     let mut features = bit(VIRTIO_F_VERSION_1)
+        | bit(VIRTIO_F_RING_RESET)
         | bit(VIRTIO_RING_F_INDIRECT_DESC)
         | bit(VIRTIO_BLK_F_SEG_MAX)
         | bit(VIRTIO_BLK_F_BLK_SIZE)
@@ -158,6 +164,9 @@ pub(crate) fn features(config: &BlkConfig, disk: &Disk) -> u64 {
         | bit(VIRTIO_BLK_F_MQ);
     if config.event_idx {
         features |= bit(VIRTIO_RING_F_EVENT_IDX);
+    }
+    if config.packed {
+        features |= bit(VIRTIO_F_RING_PACKED);
     }
     if config.readonly {
         features |= bit(VIRTIO_BLK_F_RO);

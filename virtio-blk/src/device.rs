@@ -46,9 +46,21 @@ pub struct Block {
 
 /// A worker, and how to stop it.
 struct Running {
+    /// The queue's index.
+    queue: u16,
+    tid: i32,
     thread: JoinHandle<()>,
     stop: Arc<AtomicBool>,
     kick: EventFd,
+}
+
+impl Running {
+    /// Has the worker end, soon.
+    fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+        // It fails only where the worker is awake already: at 2⁶⁴ - 2 kicks unread.
+        let _ = self.kick.write(1);
+    }
 }
 
 /// Watches a device from outside, while the transport owns it.
@@ -104,7 +116,7 @@ impl Block {
     }
 
     /// The host's thread ids of the workers, in order of their queues; empty while the device is
-    /// not active. Their CPU time is in `/proc/self/task/TID/`.
+    /// not active. That of a queue that was reset stays until it is started again. Their CPU time is in `/proc/self/task/TID/`.
     pub fn worker_tids(&self) -> Vec<i32> {
         self.handle().worker_tids()
     }
@@ -140,14 +152,14 @@ impl Block {
         if self.config.readonly { Ok(()) } else { self.shared.disk.sync() }
     }
 
-    /// Starts the worker of one queue, bound to its CPU, and gives its thread id.
+    /// Starts the worker of one queue, bound to its CPU.
     fn start(
         &mut self,
         active: ActiveQueue,
         memory: &devices::GuestMemory,
         negotiated: u64,
         device: &DeviceSignal,
-    ) -> io::Result<i32> {
+    ) -> io::Result<()> {
         let ActiveQueue { index, queue, kick, signal } = active;
         let counters = self.shared.counters.get(usize::from(index)).cloned();
         let counters = counters.ok_or(io::ErrorKind::InvalidInput)?;
@@ -188,9 +200,24 @@ impl Block {
             })?;
         let pin = self.config.pin_cpus.get(usize::from(index)).copied().flatten();
         let pinned = pin.map_or(Ok(()), |cpu| bind(&thread, cpu));
-        self.running.push(Running { thread, stop, kick });
+        // A worker that does not tell is one that panicked.
+        let tid = told.recv();
+        self.running.push(Running { queue: index, tid: tid.unwrap_or(0), thread, stop, kick });
         pinned?;
-        told.recv().map_err(|_| io::ErrorKind::BrokenPipe.into())
+        tid.map_err(|_| io::ErrorKind::BrokenPipe)?;
+        Ok(())
+    }
+
+    /// Waits for the workers of these queues, which have been told to stop.
+    fn join(&mut self, which: impl Fn(u16) -> bool) {
+        for running in self.running.extract_if(.., |running| which(running.queue)) {
+            let _ = running.thread.join();
+        }
+    }
+
+    fn show_tids(&self) {
+        let tids = self.running.iter().map(|running| running.tid).collect();
+        *self.shared.tids.lock().unwrap_or_else(PoisonError::into_inner) = tids;
     }
 }
 
@@ -249,33 +276,37 @@ impl VirtioDevice for Block {
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let Activation { memory, features, queues, device } = activation;
-        let mut tids = Vec::with_capacity(queues.len());
         for queue in queues {
-            match self.start(queue, &memory, features, &device) {
-                Ok(tid) => tids.push(tid),
-                Err(error) => {
-                    self.reset();
-                    return Err(error.into());
-                }
+            // The one before it, if this queue was reset.
+            let index = queue.index;
+            self.join(|this| this == index);
+            if let Err(error) = self.start(queue, &memory, features, &device) {
+                self.reset();
+                return Err(error.into());
             }
         }
-        *self.shared.tids.lock().unwrap_or_else(PoisonError::into_inner) = tids;
+        self.running.sort_by_key(|running| running.queue);
+        self.show_tids();
         self.signal = Some(device);
         Ok(())
     }
 
     fn reset(&mut self) {
         self.signal = None;
-        self.shared.tids.lock().unwrap_or_else(PoisonError::into_inner).clear();
-        for running in &self.running {
-            running.stop.store(true, Ordering::Release);
-            // It fails only where the worker is awake already: at 2⁶⁴ - 2 kicks unread.
-            let _ = running.kick.write(1);
-        }
-        for running in self.running.drain(..) {
-            let _ = running.thread.join();
-        }
+        self.running.iter().for_each(Running::stop);
+        self.join(|_| true);
+        self.show_tids();
         self.shared.writeback.store(self.config.cache == CacheMode::Writeback, Ordering::Relaxed);
+    }
+
+    fn reset_queue(&mut self, index: u16) {
+        self.running.iter().filter(|running| running.queue == index).for_each(Running::stop);
+    }
+
+    fn is_queue_reset(&self, index: u16) -> bool {
+        let mut workers = self.running.iter().filter(|running| running.queue == index);
+        // Its engine has drained, and is gone together with the queue.
+        workers.all(|running| running.thread.is_finished())
     }
 }
 

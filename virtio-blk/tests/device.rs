@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Instant;
 
-use devices::testkit::{self, Buf};
+use devices::testkit::{self, AnyDriver, Buf, RawPacked};
 use devices::virtio::VirtioDevice;
 use rig::*;
 use virtio_blk::{BlkConfig, CacheMode, EngineKind};
@@ -29,11 +29,14 @@ fn config<const N: usize>(rig: &Rig, offset: u64) -> [u8; N] {
 
 #[test]
 fn what_is_offered_is_what_was_configured() {
-    let always = [2, 6, 9, 10, 11, 12, 28, 32];
+    let always = [2, 6, 9, 10, 11, 12, 28, 32, 40];
     let bits = |bits: &[u32]| bits.iter().fold(0u64, |all, bit| all | 1 << bit);
     let all = Rig::new(on_disk(), 64, sync());
     assert_eq!(all.block.features(), bits(&always) | bits(&[13, 14, 29]));
     assert_eq!(all.block.device_type(), 2);
+    let packed = BlkConfig { packed: true, event_idx: false, discard: false, ..sync() };
+    let packed = Rig::new(on_disk(), 64, packed);
+    assert_eq!(packed.block.features(), bits(&always) | bits(&[34]));
     let none = BlkConfig { event_idx: false, discard: false, ..sync() };
     assert_eq!(Rig::new(on_disk(), 64, none).block.features(), bits(&always));
     let readonly = BlkConfig { readonly: true, event_idx: false, ..sync() };
@@ -92,13 +95,12 @@ fn a_broken_queue_asks_for_a_reset_and_works_again_after_it() {
     for (name, dir, config) in settings() {
         let mut rig = Rig::new(dir, 64, config);
         rig.read(0, 8);
-        let used = rig.drivers[0].used_index();
-        // Far more chains than descriptors.
-        rig.drivers[0].set_available_index(5000);
+        // Far more than there are descriptors.
+        rig.drivers[0].wreck();
         rig.kicks[0].write(1).unwrap();
         rig.signals.sink.wait(0, 1);
         assert_eq!(rig.signals.status() & NEEDS_RESET, NEEDS_RESET, "{name}");
-        assert_eq!(rig.drivers[0].used_index(), used, "{name}");
+        assert!(!rig.drivers[0].has_used(), "{name}");
 
         rig.block.reset();
         assert!(rig.block.worker_tids().is_empty(), "{name}");
@@ -123,13 +125,13 @@ fn a_reset_posts_nothing_and_touches_no_memory_afterwards() {
             rig.publish(0);
             rig.block.reset();
             // The driver reuses the memory for something else.
-            let posted = rig.drivers[0].used_index();
+            while rig.drivers[0].take_used().is_some() {}
             let interrupts = rig.signals.sink.count(1);
             for &(into, bytes) in &chains {
                 testkit::write(&rig.memory, into, &vec![0xee; bytes]);
             }
             thread::yield_now();
-            assert_eq!(rig.drivers[0].used_index(), posted, "{name}");
+            assert!(!rig.drivers[0].has_used(), "{name}");
             assert_eq!(rig.signals.sink.count(1), interrupts, "{name}");
             for &(into, bytes) in &chains {
                 assert_eq!(testkit::read(&rig.memory, into, bytes), vec![0xee; bytes], "{name}");
@@ -236,8 +238,8 @@ fn a_worker_is_bound_to_its_cpu_and_one_that_does_not_exist_is_an_error() {
     let config = BlkConfig { path: image.path().into(), pin_cpus: vec![Some(4095)], ..sync() };
     let disk = virtio_blk::Disk::open(&config).unwrap();
     let mut block = virtio_blk::Block::new(config, disk);
-    let drivers: Vec<_> = rig.drivers.iter().collect();
-    let (activation, _kicks) = rig.signals.activation(&rig.memory, rig.features, &drivers);
+    let configs = [rig.drivers[0].config()];
+    let (activation, _kicks) = rig.signals.activation(&rig.memory, rig.features, &configs);
     assert!(block.activate(activation).is_err());
 }
 
@@ -319,7 +321,14 @@ fn a_guest_that_scribbles_on_its_rings_harms_only_itself() {
             });
             for _ in 0..50 {
                 for index in 0..200u16 {
-                    rig.drivers[0].set_available_index(index);
+                    match &rig.drivers[0] {
+                        AnyDriver::Split(driver) => driver.set_available_index(index),
+                        AnyDriver::Packed(driver) => {
+                            // Available in the first round, alone or chained.
+                            let flags = RawPacked::AVAIL | index & 7;
+                            driver.set_flags(index % driver.config().size, flags);
+                        }
+                    }
                     rig.kicks[0].write(1).unwrap();
                 }
                 rig.block.reset();

@@ -168,14 +168,16 @@ fn as_many_buffers_as_the_queue_has_room_for() {
 
 #[test]
 fn indirect_chains_work_like_direct_ones() {
-    let mut rig = rig(64);
-    let (bufs, into, status) = rig.parts(IN, 1, &[], SECTOR);
-    rig.drivers[0].add_indirect(&[], &bufs);
-    rig.publish(0);
-    let used = rig.drivers[0].wait_used();
-    let answer = rig.answer(used, into, SECTOR, status);
-    assert_eq!((answer.status, answer.used_bytes), (OK, 513));
-    assert_eq!(answer.data, rig.on_host(1, 1));
+    for (name, dir, config) in settings() {
+        let mut rig = Rig::new(dir, 64, config);
+        let (bufs, into, status) = rig.parts(IN, 1, &[], SECTOR);
+        rig.drivers[0].add_indirect(&bufs);
+        rig.publish(0);
+        let used = rig.drivers[0].wait_used();
+        let answer = rig.answer(used, into, SECTOR, status);
+        assert_eq!((answer.status, answer.used_bytes), (OK, 513), "{name}");
+        assert_eq!(answer.data, rig.on_host(1, 1), "{name}");
+    }
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use devices::GuestMemory;
-use devices::testkit::{self, Arena, Buf, Driver, Signals, Used};
+use devices::testkit::{self, AnyDriver, Arena, Buf, Signals, Used};
 use devices::virtio::VirtioDevice;
 use tempfile::NamedTempFile;
 use virtio_blk::{BlkConfig, Block, Disk, EngineKind};
@@ -37,16 +37,19 @@ pub fn on_tmpfs() -> &'static Path {
     Path::new("/dev/shm")
 }
 
-/// Every engine that moves data, on every kind of file.
+/// Every engine that moves data, on every kind of file, and with packed queues.
 pub fn settings() -> Vec<(&'static str, &'static Path, BlkConfig)> {
     let config = |engine, direct| BlkConfig { engine, direct, ..BlkConfig::default() };
+    let packed = |engine| BlkConfig { packed: true, ..config(engine, false) };
     vec![
         ("uring", on_disk(), config(EngineKind::Uring, false)),
         ("uring, direct", on_disk(), config(EngineKind::Uring, true)),
         ("uring, tmpfs", on_tmpfs(), config(EngineKind::Uring, false)),
         ("uring, tmpfs, direct", on_tmpfs(), config(EngineKind::Uring, true)),
+        ("uring, packed", on_disk(), packed(EngineKind::Uring)),
         ("sync", on_disk(), config(EngineKind::Sync, false)),
         ("sync, direct", on_disk(), config(EngineKind::Sync, true)),
+        ("sync, tmpfs, packed", on_tmpfs(), packed(EngineKind::Sync)),
     ]
 }
 
@@ -54,7 +57,7 @@ pub struct Rig {
     pub memory: GuestMemory,
     pub arena: Arena,
     pub signals: Signals,
-    pub drivers: Vec<Driver>,
+    pub drivers: Vec<AnyDriver>,
     pub kicks: Vec<EventFd>,
     pub block: Block,
     pub image: NamedTempFile,
@@ -89,7 +92,7 @@ impl Rig {
         let mut drivers = Vec::new();
         let mut base = 0;
         for _ in 0..queues {
-            drivers.push(Driver::new(&memory, base, queue_size, features));
+            drivers.push(AnyDriver::new(&memory, base, queue_size, features));
             base = drivers.last().unwrap().end();
         }
         let arena = Arena::new(&memory, base);
@@ -101,8 +104,8 @@ impl Rig {
     }
 
     pub fn activate(&mut self) {
-        let drivers: Vec<&Driver> = self.drivers.iter().collect();
-        let (activation, kicks) = self.signals.activation(&self.memory, self.features, &drivers);
+        let configs: Vec<_> = self.drivers.iter().map(AnyDriver::config).collect();
+        let (activation, kicks) = self.signals.activation(&self.memory, self.features, &configs);
         self.kicks = kicks;
         self.block.activate(activation).unwrap();
     }
@@ -111,7 +114,7 @@ impl Rig {
     pub fn restart(&mut self) {
         for driver in &mut self.drivers {
             let config = driver.config();
-            *driver = Driver::new(&self.memory, config.desc, config.size, self.features);
+            *driver = AnyDriver::new(&self.memory, config.desc, config.size, self.features);
         }
         self.activate();
     }

@@ -44,7 +44,7 @@ fn setup_any(size: u16, features: u64) -> (AnyDriver, Queue, Arena, GuestMemory)
 fn setup_packed(size: u16, features: u64) -> (PackedDriver, Queue, Arena, GuestMemory) {
     match setup_any(size, features | PACKED) {
         (AnyDriver::Packed(driver), queue, arena, memory) => (driver, queue, arena, memory),
-        (AnyDriver::Split(_), ..) => unreachable!("a packed queue was asked for"),
+        (AnyDriver::Split(_), ..) => panic!("a packed queue was asked for"),
     }
 }
 
