@@ -73,7 +73,8 @@ pub struct RunArgs {
     /// default 256), engine=uring|sync|null (default uring; null completes every request at once and
     /// moves no data), direct=on|off (O_DIRECT, default off), cache=writeback|writethrough (default
     /// writeback), discard=on|off (default on), serial=STR (at most 20 bytes of ASCII),
-    /// event-idx=on|off (VIRTIO_F_EVENT_IDX, default on).
+    /// event-idx=on|off (VIRTIO_F_EVENT_IDX, default on), packed=on|off (packed virtqueues, default
+    /// off).
     #[arg(long = "disk", value_name = "SPEC")]
     pub disks: Vec<String>,
 

@@ -10,7 +10,7 @@ use super::{ConfigError, files, reason};
 
 const OPTION: &str = "--disk";
 
-const KEYS: [&str; 10] = [
+const KEYS: [&str; 11] = [
     "path",
     "readonly",
     "queues",
@@ -21,6 +21,7 @@ const KEYS: [&str; 10] = [
     "discard",
     "serial",
     "event-idx",
+    "packed",
 ];
 const ENGINES: [(&str, EngineKind); 3] =
     [("uring", EngineKind::Uring), ("sync", EngineKind::Sync), ("null", EngineKind::Null)];
@@ -54,7 +55,8 @@ pub(super) fn parse(spec: &str) -> Result<BlkConfig, ConfigError> {
             "cache" => disk.cache = choice("--disk cache=", value, &CACHES)?,
             "discard" => disk.discard = switch("--disk discard=", value)?,
             "serial" => disk.serial = parse_serial(value)?,
-            _ => disk.event_idx = switch("--disk event-idx=", value)?,
+            "event-idx" => disk.event_idx = switch("--disk event-idx=", value)?,
+            _ => disk.packed = switch("--disk packed=", value)?,
         }
     }
     if disk.path.as_os_str().is_empty() {
@@ -129,6 +131,7 @@ pub(super) fn serialize<S: Serializer>(
             "discard": disk.discard,
             "serial": disk.serial,
             "event_idx": disk.event_idx,
+            "packed": disk.packed,
         })
     };
     disks.iter().map(disk).collect::<Vec<_>>().serialize(serializer)
@@ -181,6 +184,7 @@ mod tests {
         let disk = parsed("path=disk.img").unwrap();
         assert_eq!(disk.path.to_str(), Some("disk.img"));
         assert!(!disk.readonly && !disk.direct && disk.discard && disk.event_idx);
+        assert!(!disk.packed);
         assert_eq!((disk.queues, disk.queue_size), (1, 256));
         assert_eq!((disk.engine, disk.cache), (EngineKind::Uring, CacheMode::Writeback));
         assert_eq!(disk.serial, "");
@@ -190,11 +194,12 @@ mod tests {
     fn every_key_sets_what_it_names() {
         let disk = parsed(
             "readonly=on,queues=2,queue-size=128,engine=sync,direct=on,cache=writethrough,\
-             discard=off,serial=D 1,event-idx=off,path=a=b",
+             discard=off,serial=D 1,event-idx=off,packed=on,path=a=b",
         )
         .unwrap();
         assert_eq!(disk.path.to_str(), Some("a=b"));
         assert!(disk.readonly && disk.direct && !disk.discard && !disk.event_idx);
+        assert!(disk.packed);
         assert_eq!((disk.queues, disk.queue_size), (2, 128));
         assert_eq!((disk.engine, disk.cache), (EngineKind::Sync, CacheMode::Writethrough));
         assert_eq!(disk.serial, "D 1");
