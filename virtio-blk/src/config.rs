@@ -79,7 +79,7 @@ pub struct BlkConfig {
     /// Offer `VIRTIO_F_RING_PACKED`.
     pub packed: bool,
     /// The longest time in nanoseconds a worker polls before it sleeps; 0: it never polls.
-    pub io_poll_ns: u64,
+    pub io_poll_ns: u32,
     /// The host CPU each queue's worker is bound to; queues past the end are not bound.
     pub pin_cpus: Vec<Option<usize>>,
 }

@@ -2,34 +2,64 @@
 
 use std::io;
 use std::os::unix::thread::JoinHandleExt as _;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 
 use devices::virtio::signal::DeviceSignal;
 use devices::virtio::stats::QueueCounters;
 use devices::virtio::{ActivateError, Activation, ActiveQueue, VirtioDevice};
+use halt_poll::{Params, Policy};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::config::{BlkConfig, CacheMode, ConfigSpace, SECTOR_BYTES, features};
 use crate::disk::Disk;
 use crate::engine;
 use crate::request::Limits;
-use crate::worker::{Poll, ServiceTimes, Worker};
+use crate::worker::{ServiceTimes, Worker};
 
 /// The device ID of a block device (virtio 1.2, 5.2.1).
 const DEVICE_TYPE: u32 = 2;
 
 /// What the device, its workers and its handles have in common.
-#[derive(Debug)]
 pub(crate) struct Shared {
     disk: Arc<Disk>,
+    /// Changes only under the lock of `told`.
     pub(crate) capacity_sectors: AtomicU64,
+    /// The longest time a worker polls before it sleeps, in nanoseconds.
+    pub(crate) io_poll_ns: AtomicU32,
     /// The `writeback` field of the configuration space.
     pub(crate) writeback: AtomicBool,
+    told: Mutex<Told>,
     counters: Vec<Arc<QueueCounters>>,
     /// Thread ids of the workers, in order of their queues.
     tids: Mutex<Vec<i32>>,
+}
+
+/// How a driver learns that the capacity has changed. Locked while it changes, so that whoever has read
+/// a half of the new one finds the new generation too (virtio 1.2, 2.5.3).
+#[derive(Default)]
+struct Told {
+    generation: u8,
+    /// While there is a driver to be told.
+    signal: Option<DeviceSignal>,
+    /// It changed when there was none. A driver that is starting may have read it before that.
+    missed: bool,
+}
+
+impl Shared {
+    fn told(&self) -> MutexGuard<'_, Told> {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A disk's capacity before and after its size was looked at again, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Resize {
+    /// As the driver knew it.
+    pub old_bytes: u64,
+    /// As it knows it now.
+    pub new_bytes: u64,
 }
 
 /// A virtio block device.
@@ -38,10 +68,8 @@ pub struct Block {
     space: ConfigSpace,
     features: u64,
     queue_sizes: Vec<u16>,
-    generation: u8,
     shared: Arc<Shared>,
     running: Vec<Running>,
-    signal: Option<DeviceSignal>,
 }
 
 /// A worker, and how to stop it.
@@ -64,7 +92,7 @@ impl Running {
 }
 
 /// Watches a device from outside, while the transport owns it.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct BlockHandle(Arc<Shared>);
 
 impl BlockHandle {
@@ -86,6 +114,40 @@ impl BlockHandle {
     pub fn flush(&self) -> io::Result<()> {
         self.0.disk.sync()
     }
+
+    /// The capacity that the driver knows, in bytes.
+    pub fn capacity_bytes(&self) -> u64 {
+        self.0.capacity_sectors.load(Ordering::SeqCst).saturating_mul(SECTOR_BYTES)
+    }
+
+    /// Looks at the size of the backing file or block device again. If it has another number of whole
+    /// sectors than before, the driver sees the new capacity and a new generation, and is told by a
+    /// configuration change notification (virtio 1.2, 5.2.5.2). The backing is never changed, and a
+    /// smaller size counts as a larger one does: requests beyond it fail from now on.
+    ///
+    /// # Errors
+    /// The size cannot be told; then nothing has changed.
+    pub fn rescan(&self) -> io::Result<Resize> {
+        let shared = &self.0;
+        let mut told = shared.told();
+        let sectors = shared.disk.size_bytes()? / SECTOR_BYTES;
+        let before = shared.capacity_sectors.swap(sectors, Ordering::SeqCst);
+        if before != sectors {
+            told.generation = told.generation.wrapping_add(1);
+            match &told.signal {
+                Some(signal) => signal.config_changed(),
+                None => told.missed = true,
+            }
+        }
+        let bytes = |sectors: u64| sectors.saturating_mul(SECTOR_BYTES);
+        Ok(Resize { old_bytes: bytes(before), new_bytes: bytes(sectors) })
+    }
+
+    /// Changes the longest time that this device's workers poll before they sleep, in nanoseconds; 0:
+    /// they do not poll. A worker takes it over when it has nothing to do the next time.
+    pub fn set_io_poll_ns(&self, max_ns: u32) {
+        self.0.io_poll_ns.store(max_ns, Ordering::Relaxed);
+    }
 }
 
 impl Block {
@@ -96,16 +158,16 @@ impl Block {
             space: ConfigSpace::new(&config, &disk),
             features: features(&config, &disk),
             queue_sizes: vec![config.queue_size; usize::from(config.queues)],
-            generation: 0,
             shared: Arc::new(Shared {
                 disk: Arc::new(disk),
                 capacity_sectors: AtomicU64::new(capacity_sectors),
+                io_poll_ns: AtomicU32::new(config.io_poll_ns),
                 writeback: AtomicBool::new(config.cache == CacheMode::Writeback),
+                told: Mutex::default(),
                 counters: (0..config.queues).map(|_| Arc::default()).collect(),
                 tids: Mutex::default(),
             }),
             running: Vec::new(),
-            signal: None,
             config,
         }
     }
@@ -124,23 +186,6 @@ impl Block {
     /// Watches the device after it has been given away.
     pub fn handle(&self) -> BlockHandle {
         BlockHandle(self.shared.clone())
-    }
-
-    /// Looks at the disk's size again. If it changed, the driver sees the new capacity and a new
-    /// generation, and is told (virtio 1.2, 5.2.6.2). Gives whether it changed.
-    ///
-    /// # Errors
-    /// The size cannot be told; then nothing has changed.
-    pub fn rescan(&mut self) -> io::Result<bool> {
-        let sectors = self.shared.disk.size_bytes()? / SECTOR_BYTES;
-        if self.shared.capacity_sectors.swap(sectors, Ordering::SeqCst) == sectors {
-            return Ok(false);
-        }
-        self.generation = self.generation.wrapping_add(1);
-        if let Some(signal) = &self.signal {
-            signal.config_changed();
-        }
-        Ok(true)
     }
 
     /// Ends the device: stops the workers and puts everything written on stable storage.
@@ -173,7 +218,7 @@ impl Block {
         };
         let (shared, memory, device) = (self.shared.clone(), memory.clone(), device.clone());
         let (worker_stop, worker_kick) = (stop.clone(), kick.try_clone()?);
-        let (engine_kind, io_poll_ns) = (self.config.engine, self.config.io_poll_ns);
+        let engine_kind = self.config.engine;
         let (tell, told) = mpsc::sync_channel(1);
         let thread = std::thread::Builder::new()
             .name(format!("{}-q{index}", self.config.name))
@@ -192,7 +237,7 @@ impl Block {
                     shared,
                     limits,
                     stop: worker_stop,
-                    poll: Poll::new(io_poll_ns),
+                    policy: Policy::new(Params::default()),
                     spare: Vec::new(),
                     done: Vec::new(),
                 }
@@ -271,7 +316,7 @@ impl VirtioDevice for Block {
     }
 
     fn config_generation(&self) -> u8 {
-        self.generation
+        self.shared.told().generation
     }
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
@@ -287,12 +332,18 @@ impl VirtioDevice for Block {
         }
         self.running.sort_by_key(|running| running.queue);
         self.show_tids();
-        self.signal = Some(device);
+        let mut told = self.shared.told();
+        if std::mem::take(&mut told.missed) {
+            device.config_changed();
+        }
+        told.signal = Some(device);
         Ok(())
     }
 
     fn reset(&mut self) {
-        self.signal = None;
+        let mut told = self.shared.told();
+        (told.signal, told.missed) = (None, false);
+        drop(told);
         self.running.iter().for_each(Running::stop);
         self.join(|_| true);
         self.show_tids();

@@ -35,7 +35,8 @@ pub(crate) struct Worker {
     pub(crate) shared: Arc<Shared>,
     pub(crate) limits: Limits,
     pub(crate) stop: Arc<AtomicBool>,
-    pub(crate) poll: Poll,
+    /// How long to poll before a sleep; its maximum is looked up before each.
+    pub(crate) policy: Policy,
     /// Chains to be filled again, so that their memory is not allocated anew.
     pub(crate) spare: Vec<Chain>,
     /// Empty between turns.
@@ -76,17 +77,6 @@ impl ServiceTimes {
         for begun in self.finished.drain(..) {
             counters.service_time_ns.record(nanoseconds(now.duration_since(begun)));
         }
-    }
-}
-
-/// How long to poll before a sleep.
-pub(crate) struct Poll(Option<Policy>);
-
-impl Poll {
-    /// At most `max_ns` nanoseconds; 0: never.
-    pub(crate) fn new(max_ns: u64) -> Poll {
-        let max_ns = u32::try_from(max_ns).unwrap_or(u32::MAX);
-        Poll((max_ns > 0).then(|| Policy::new(Params { max_ns, ..Params::default() })))
     }
 }
 
@@ -245,8 +235,10 @@ impl Worker {
 
     /// Polls, then sleeps, until there may be something to do. True if kicks came.
     fn idle(&mut self) -> bool {
-        let start = self.poll.0.is_some().then(Instant::now);
-        let window_ns = self.poll.0.as_mut().map_or(0, Policy::window_ns);
+        let max_ns = self.shared.io_poll_ns.load(Ordering::Relaxed);
+        self.policy.set_params(Params { max_ns, ..self.policy.params() });
+        let start = (max_ns > 0).then(Instant::now);
+        let window_ns = self.policy.window_ns();
         let mut polled_ns = None;
         if let Some(start) = start
             && window_ns > 0
@@ -288,10 +280,8 @@ impl Worker {
     }
 
     fn learn(&mut self, polled_ns: Option<u64>, blocked_ns: Option<u64>) {
-        if let Some(policy) = &mut self.poll.0 {
-            let wake = WakeReason::Event;
-            policy.update(&Outcome { polled_ns, blocked_ns, wake, valid: true });
-        }
+        let wake = WakeReason::Event;
+        self.policy.update(&Outcome { polled_ns, blocked_ns, wake, valid: true });
     }
 }
 

@@ -9,7 +9,7 @@ use std::time::Instant;
 use devices::testkit::{self, AnyDriver, Buf, RawPacked};
 use devices::virtio::VirtioDevice;
 use rig::*;
-use virtio_blk::{BlkConfig, CacheMode, EngineKind};
+use virtio_blk::{BlkConfig, CacheMode, EngineKind, Resize};
 
 const F_RO: u64 = 1 << 5;
 const F_FLUSH: u64 = 1 << 9;
@@ -77,17 +77,97 @@ fn only_writeback_can_be_written_and_a_reset_restores_it() {
 #[test]
 fn a_new_size_changes_capacity_and_generation_and_interrupts() {
     let mut rig = Rig::new(on_disk(), 64, sync());
-    let generation = rig.block.config_generation();
-    assert!(!rig.block.rescan().unwrap(), "nothing changed");
+    let (generation, disk) = (rig.block.config_generation(), rig.block.handle());
+    let same = Resize { old_bytes: 64 * 512, new_bytes: 64 * 512 };
+    assert_eq!(disk.rescan().unwrap(), same, "nothing changed");
     assert_eq!(rig.block.config_generation(), generation);
+    assert_eq!(rig.signals.sink.count(0), 0);
     assert_eq!(rig.request(IN, 64, &[], SECTOR).status, IOERR);
 
-    rig.image.as_file().set_len(100 * 512).unwrap();
-    assert!(rig.block.rescan().unwrap());
+    // Whole sectors count.
+    rig.image.as_file().set_len(100 * 512 + 511).unwrap();
+    assert_eq!(disk.rescan().unwrap(), Resize { new_bytes: 100 * 512, ..same });
+    assert_eq!(disk.capacity_bytes(), 100 * 512);
     assert_ne!(rig.block.config_generation(), generation);
     assert_eq!(config(&rig, 0), 100u64.to_le_bytes());
     assert_eq!(rig.signals.sink.count(0), 1, "one configuration interrupt");
     assert_eq!(rig.read(64, 36), vec![0; 36 * SECTOR]);
+    assert_eq!(rig.image.as_file().metadata().unwrap().len(), 100 * 512 + 511, "as it was");
+
+    // A smaller one is told as well, and binds.
+    let generation = rig.block.config_generation();
+    rig.image.as_file().set_len(8 * 512).unwrap();
+    assert_eq!(disk.rescan().unwrap(), Resize { old_bytes: 100 * 512, new_bytes: 8 * 512 });
+    assert_ne!(rig.block.config_generation(), generation);
+    assert_eq!(config(&rig, 0), 8u64.to_le_bytes());
+    assert_eq!(rig.signals.sink.count(0), 2);
+    assert_eq!(rig.request(IN, 7, &[], SECTOR).status, OK);
+    assert_eq!(rig.request(IN, 8, &[], SECTOR).status, IOERR);
+    assert_eq!(rig.request(OUT, 8, &[1; SECTOR], 0).status, IOERR);
+    assert_eq!(rig.image.as_file().metadata().unwrap().len(), 8 * 512, "no write made it longer");
+}
+
+#[test]
+fn a_size_that_changes_before_the_driver_is_ready_is_told_once_it_is() {
+    let mut rig = Rig::new(on_disk(), 64, sync());
+    rig.block.reset();
+    rig.image.as_file().set_len(100 * 512).unwrap();
+    rig.block.handle().rescan().unwrap();
+    assert_eq!(rig.signals.sink.count(0), 0, "nobody is there to be told");
+    rig.restart();
+    assert_eq!(rig.signals.sink.count(0), 1);
+    rig.block.reset();
+    rig.restart();
+    assert_eq!(rig.signals.sink.count(0), 1, "the next driver has not missed it");
+}
+
+#[test]
+fn two_halves_of_one_generation_are_of_one_capacity() {
+    // Both halves of the number of sectors differ.
+    let sectors = [64u64, (1 << 32) + 1];
+    let rig = Rig::new(on_disk(), 64, BlkConfig { readonly: true, ..sync() });
+    let (disk, file) = (rig.block.handle(), rig.image.as_file());
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for turn in 0..400_000 {
+                file.set_len(sectors[turn % 2] * 512).unwrap();
+                disk.rescan().unwrap();
+            }
+            done.store(true, Ordering::Relaxed);
+        });
+        while !done.load(Ordering::Relaxed) {
+            let generation = rig.block.config_generation();
+            let (low, high) = (config::<4>(&rig, 0), config::<4>(&rig, 4));
+            if rig.block.config_generation() == generation {
+                let read = u64::from_le_bytes([low, high].concat().try_into().unwrap());
+                assert!(sectors.contains(&read), "{read:#x}");
+            }
+        }
+    });
+}
+
+#[test]
+fn how_long_a_worker_polls_can_be_changed_while_it_works() {
+    let mut rig = Rig::new(on_disk(), 64, sync());
+    let counters = rig.block.counters()[0].clone();
+    let polls = || counters.polls_hit.get() + counters.polls_missed.get();
+    let request = |rig: &mut Rig| {
+        rig.new_arena();
+        rig.read(0, 1);
+    };
+    (0..20).for_each(|_| request(&mut rig));
+    assert_eq!(polls(), 0);
+    rig.block.handle().set_io_poll_ns(1_000_000_000);
+    while counters.polls_hit.get() < 20 {
+        request(&mut rig);
+    }
+    rig.block.handle().set_io_poll_ns(0);
+    // The poll that is under way goes on to its end.
+    (0..2).for_each(|_| request(&mut rig));
+    let before = polls();
+    (0..20).for_each(|_| request(&mut rig));
+    assert_eq!(polls(), before);
 }
 
 #[test]

@@ -177,7 +177,7 @@ impl VmConfig {
         let mut io_cpus = (0..queues).map(|queue| pin.io.get(&queue).copied());
         for (index, disk) in disks.iter_mut().enumerate() {
             disk.name = format!("blk{index}");
-            disk.io_poll_ns = io_poll_ns.into();
+            disk.io_poll_ns = io_poll_ns;
             disk.pin_cpus = io_cpus.by_ref().take(disk.queues.into()).collect();
         }
         let cmdline = std::iter::once(DEFAULT_CMDLINE.to_owned())
