@@ -60,6 +60,8 @@ pub struct Built {
     pub machine: Arc<Machine>,
     /// The vCPUs.
     pub vcpus: Vec<Vcpu>,
+    /// Where interrupts go.
+    pub interrupts: Interrupts,
     /// The console, which takes the user's keys.
     pub console: Arc<Mutex<SerialPort>>,
     /// All figures.
@@ -73,6 +75,7 @@ pub fn machine_error(error: impl std::fmt::Display) -> VmError {
     VmError::Machine(error.to_string())
 }
 
+/// Turns an error of the host into one of ours, for `what` could not be done.
 pub fn host_error(what: &'static str) -> impl FnOnce(std::io::Error) -> VmError {
     move |why| VmError::Host { what, why }
 }
@@ -119,7 +122,7 @@ pub fn build(config: &VmConfig, reopened: bool) -> Result<Built, BuildError> {
 
     let stop = AtomicBool::new(false);
     let machine = Arc::new(Machine { pio, mmio, memory: vm.memory, lifecycle, stop });
-    Ok(Built { machine, vcpus, console, sources, guest })
+    Ok(Built { machine, vcpus, interrupts, console, sources, guest })
 }
 
 fn shared<T: BusDevice + 'static>(device: T) -> Arc<Mutex<dyn BusDevice>> {

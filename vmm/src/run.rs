@@ -44,7 +44,7 @@ pub fn run(config: &VmConfig) -> Result<End, BuildError> {
 
 /// From the first KVM_RUN to disks that are flushed and statistics that are written.
 fn run_once(config: &VmConfig, built: Built, signals: &Signals) -> Result<End, VmError> {
-    let Built { machine, vcpus, console, sources, guest } = built;
+    let Built { machine, vcpus, console, sources, guest, .. } = built;
     let host = |what| move |why| VmError::Host { what, why };
     let stdio = config.console == Console::Stdio;
     let terminal = stdio.then(RawTerminal::enter).transpose().map_err(host("set the terminal"))?;
@@ -87,11 +87,17 @@ fn run_once(config: &VmConfig, built: Built, signals: &Signals) -> Result<End, V
     } else {
         devices::tell("a vCPU does not stop, for nobody takes its output or its disk hangs");
     }
-    for disk in &sources.disks {
-        disk.device.flush().map_err(host("flush a disk"))?;
-    }
+    let unflushed: Vec<String> = sources
+        .disks
+        .iter()
+        .filter_map(|disk| Some(format!("{}: {}", disk.name, disk.device.flush().err()?)))
+        .collect();
     drop(terminal);
-    let end = waited.map_err(host("wait for the guest"))?;
+    let mut end = waited.map_err(host("wait for the guest"))?;
+    if !unflushed.is_empty() {
+        let what = unflushed.join(", ");
+        end = End::Failed(format!("cannot flush {what}; what the guest wrote last may be lost"));
+    }
     write_stats(config, &guest, &last, Some(&end))?;
     Ok(end)
 }

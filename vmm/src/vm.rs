@@ -82,9 +82,10 @@ const REQUIRED_IRQCHIP: [(Cap, &str); 3] = [
 ];
 
 /// What it needs besides where Pollux has the local APIC.
-const REQUIRED_USER: [(Cap, &str); 2] = [
+const REQUIRED_USER: [(Cap, &str); 3] = [
     (Cap::X86UserSpaceMsr, "exits at MSR accesses (KVM_CAP_X86_USER_SPACE_MSR)"),
     (Cap::X86MsrFilter, "an MSR filter (KVM_CAP_X86_MSR_FILTER)"),
+    (Cap::SyncRegs, "vCPU events in KVM_RUN (KVM_CAP_SYNC_REGS)"),
 ];
 
 /// MSRs that KVM would take for itself or drop although the local APIC is Pollux's. Those of x2APIC

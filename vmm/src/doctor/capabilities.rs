@@ -36,7 +36,7 @@ const OLD_KERNEL: &str = "run a host kernel of 4.12 or later, with its own kvm_i
 
 type Entry = (u32, &'static str, Need, &'static str, &'static str);
 
-const CAPABILITIES: [Entry; 23] = {
+const CAPABILITIES: [Entry; 24] = {
     use Need::{Optional, Required};
     [
         (kvm::KVM_CAP_USER_MEMORY, "KVM_CAP_USER_MEMORY", Required, "guest RAM", OLD_KERNEL),
@@ -174,6 +174,13 @@ const CAPABILITIES: [Entry; 23] = {
             Optional,
             "seeing MSR_KVM_POLL_CONTROL (--halt user)",
             "run a host kernel of 5.10 or later",
+        ),
+        (
+            kvm::KVM_CAP_SYNC_REGS,
+            "KVM_CAP_SYNC_REGS",
+            Optional,
+            "interrupts without a system call of their own (--halt user)",
+            "run a host kernel of 4.17 or later",
         ),
         (
             kvm::KVM_CAP_NR_VCPUS,

@@ -112,7 +112,7 @@ impl Vcpu {
         // SAFETY: `run` is the mapping of `self.fd`, which outlives the attachment.
         let kicks = unsafe { kick::Attachment::new(run) };
         if let Some(user) = &mut self.user
-            && let Err(error) = user.begin(&self.fd)
+            && let Err(error) = user.begin(&mut self.fd)
         {
             return Some(self.failed(&format!("its timer cannot be made: {error}")));
         }

@@ -2,7 +2,6 @@
 
 use std::arch::x86_64::_rdtsc;
 use std::io;
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -10,7 +9,7 @@ use devices::irqchip::{LAPIC_BYTES, LocalApic, Now};
 use devices::virtio::stats::Counter;
 use halt_poll::{Clock, Params, Policy, Poller, Stats};
 use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_run, kvm_sregs};
-use kvm_ioctls::VcpuFd;
+use kvm_ioctls::{SyncReg, VcpuFd};
 
 use crate::irq::user::{KickTimer, VcpuWake};
 use crate::stats::kvm::{Value, Values};
@@ -18,8 +17,6 @@ use crate::stats::kvm::{Value, Values};
 /// `MSR_KVM_POLL_CONTROL`: bit 0 set, the host may poll (Linux `Documentation/virt/kvm/x86/msr.rst`).
 pub const MSR_KVM_POLL_CONTROL: u32 = 0x4b56_4d05;
 const IA32_TSC: u32 = 0x10;
-/// `_IOW(KVMIO, 0x86, struct kvm_interrupt)`.
-const KVM_INTERRUPT: libc::c_ulong = 0x4004_ae86;
 /// How early a sleeper is to wake for its timer, to spin through the rest. Waking a thread costs
 /// about this much.
 const TIMER_LEAD_NS: u64 = 20_000;
@@ -191,7 +188,8 @@ impl UserApic {
     ///
     /// # Errors
     /// The host has no timer for it, or KVM does not tell the TSC.
-    pub fn begin(&mut self, fd: &VcpuFd) -> io::Result<()> {
+    pub fn begin(&mut self, fd: &mut VcpuFd) -> io::Result<()> {
+        fd.set_sync_valid_reg(SyncReg::VcpuEvents);
         // Linux lets a sleeper oversleep by 50 us unless it asks for less.
         // SAFETY: no memory is involved.
         unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1, 0, 0, 0) };
@@ -245,7 +243,7 @@ impl UserApic {
         if self.lapic.take_nmi() {
             fd.nmi()?;
         }
-        self.inject(fd)?;
+        self.inject(fd);
         if let (Some(timer), Some(deadline_ns)) =
             (&mut self.timer, self.lapic.next_timer_deadline_ns(now))
         {
@@ -271,19 +269,18 @@ impl UserApic {
     }
 
     /// Hands KVM the next interrupt if the guest can take it, else asks for an exit when it can.
-    fn inject(&mut self, fd: &mut VcpuFd) -> Result<(), kvm_ioctls::Error> {
+    fn inject(&mut self, fd: &mut VcpuFd) {
         fd.get_kvm_run().cr8 = u64::from(self.lapic.cr8());
         let ready = fd.get_kvm_run().ready_for_interrupt_injection != 0 && !self.queued;
         if ready
             && let Some(vector) = self.lapic.pending_vector()
             && self.lapic.accept(vector)
         {
-            interrupt(fd, vector)?;
+            queue(fd, vector);
             self.queued = true;
         }
         let more = self.lapic.pending_vector().is_some();
         fd.get_kvm_run().request_interrupt_window = u8::from(more);
-        Ok(())
     }
 
     /// INIT: the processor is reset, and all but the boot processor wait for a start-up message.
@@ -362,12 +359,19 @@ impl UserApic {
     }
 }
 
-/// KVM_INTERRUPT: `vector` is delivered at the next entry.
-fn interrupt(fd: &VcpuFd, vector: u8) -> Result<(), kvm_ioctls::Error> {
-    let argument = u32::from(vector);
-    // SAFETY: the request reads one struct kvm_interrupt, which is one 32-bit number.
-    let status = unsafe { libc::ioctl(fd.as_raw_fd(), KVM_INTERRUPT, &raw const argument) };
-    if status == 0 { Ok(()) } else { Err(kvm_ioctls::Error::last()) }
+/// Has KVM deliver `vector` at the next entry: what the ioctl KVM_INTERRUPT does, but by the registers
+/// that KVM_RUN itself takes over (KVM_CAP_SYNC_REGS; Linux `Documentation/virt/kvm/api.rst`, 5), so
+/// that a wake costs no other system call.
+fn queue(fd: &mut VcpuFd, vector: u8) {
+    // As KVM left them at the last exit, which was one at which it could take an interrupt: no
+    // exception and no other interrupt is on its way.
+    let events = &mut fd.sync_regs_mut().events;
+    events.interrupt.injected = 1;
+    events.interrupt.nr = vector;
+    events.interrupt.soft = 0;
+    // Else KVM would also take over which NMIs wait, of which there may be more by now.
+    events.flags = 0;
+    fd.set_sync_dirty_reg(SyncReg::VcpuEvents);
 }
 
 /// Guest TSC minus host TSC. Errs, by the time of a system call, to the guest's being behind: a
