@@ -14,13 +14,14 @@ use crate::guest::packages;
 use crate::util::{self, Context, Error, Result, bail, step};
 
 /// Changes when what is in the cache changes; part of its path.
-const FORMAT: &str = "1";
+const FORMAT: &str = "2";
 
 /// The kernel of the emulated machine: a pattern for apt-cache.
 const KERNEL: (&str, &str) = ("6.12", r"^linux-image-6\.12\.[0-9]+\+deb12-amd64$");
 
-/// What L1 loads: its root, its scratch disk, KVM with AMD's SVM, and loop devices.
-const MODULES: [&str; 8] = [
+/// What L1 loads: its root, its scratch disk, KVM with AMD's SVM, and loop devices with the device
+/// mapper's disks that fail.
+const MODULES: [&str; 10] = [
     "9pnet_virtio",
     "9p",
     "virtio_console",
@@ -29,6 +30,8 @@ const MODULES: [&str; 8] = [
     "ext4",
     "kvm_amd",
     "loop",
+    "dm_flakey",
+    "dm_delay",
 ];
 
 /// QEMU of this suite: newer than Debian 12's own, whose emulation loses a breakpoint race and

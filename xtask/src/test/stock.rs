@@ -15,6 +15,9 @@ use crate::guest;
 use crate::lab::{Lab, Options, Outcome, Stream};
 use crate::util::{self, Context, Error, Result, bail};
 
+/// What the tests use, in the lab too, whose file system is this machine's.
+const HOST_PROGRAMS: &[(&str, &str)] = &[("dmsetup", "dmsetup"), ("losetup", "mount")];
+
 /// Tests that share one machine, at most.
 const GROUP: usize = 4;
 /// Machines at a time. Each keeps one CPU of this machine busy.
@@ -42,6 +45,7 @@ impl fmt::Display for LabTally {
 
 /// Builds what the tests need, then runs them.
 pub fn run(suite: &mut Suite) -> Result<Tally> {
+    util::ensure_programs(HOST_PROGRAMS)?;
     let pollux = suite.pollux()?;
     guest::make(false)?;
     let program = build()?;
