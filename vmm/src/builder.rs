@@ -29,6 +29,7 @@ use crate::stats::channel::{ChannelWatcher, GuestReport, PanicWatcher};
 use crate::stats::{DiskSource, Sources};
 use crate::vcpu::create::{self, Created};
 use crate::vcpu::passthrough;
+use crate::vcpu::polling::Polling;
 use crate::vcpu::run::{Machine, Vcpu};
 use crate::vm::{Vm, VmError, kvm_error};
 
@@ -62,6 +63,8 @@ pub struct Built {
     pub vcpus: Vec<Vcpu>,
     /// Where interrupts go.
     pub interrupts: Interrupts,
+    /// Who polls for halted vCPUs.
+    pub polling: Polling,
     /// The console, which takes the user's keys.
     pub console: Arc<Mutex<SerialPort>>,
     /// All figures.
@@ -100,7 +103,8 @@ pub fn build(config: &VmConfig, reopened: bool) -> Result<Built, BuildError> {
     if config.halt == Halt::Passthrough {
         passthrough::enable(&vm)?;
     }
-    let Created { vcpus, sources, interrupts } = create::create(config, &vm, &cpuid, &entry)?;
+    let Created { vcpus, sources, interrupts, polling } =
+        create::create(config, &vm, &cpuid, &entry)?;
     let disk_sources = disks
         .iter()
         .zip(&config.disks)
@@ -122,7 +126,7 @@ pub fn build(config: &VmConfig, reopened: bool) -> Result<Built, BuildError> {
 
     let stop = AtomicBool::new(false);
     let machine = Arc::new(Machine { pio, mmio, memory: vm.memory, lifecycle, stop });
-    Ok(Built { machine, vcpus, interrupts, console, sources, guest })
+    Ok(Built { machine, vcpus, interrupts, polling, console, sources, guest })
 }
 
 fn shared<T: BusDevice + 'static>(device: T) -> Arc<Mutex<dyn BusDevice>> {

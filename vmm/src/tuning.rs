@@ -5,7 +5,7 @@
 use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
 use crate::config::{ConfigError, HostParameter, reason};
 
@@ -15,8 +15,10 @@ pub const PARAMETERS: &str = "/sys/module/kvm/parameters";
 /// What is changed now, for the panic hook.
 static IN_FORCE: Mutex<Option<Changes>> = Mutex::new(None);
 
-/// Keeps the host's parameters changed while it lives.
-pub struct HostTuning(());
+/// Keeps the host's parameters changed while it lives. There is one at a time.
+pub struct HostTuning {
+    directory: PathBuf,
+}
 
 impl HostTuning {
     /// Sets `parameters` in `directory`, which is [`PARAMETERS`] but in tests. Call it once signals
@@ -26,16 +28,32 @@ impl HostTuning {
     /// A parameter is not there or not ours to write, or another Pollux has changed some; nothing
     /// is changed then.
     pub fn new(directory: &Path, parameters: &[HostParameter]) -> Result<Self, ConfigError> {
-        if !parameters.is_empty() {
-            let changes = Changes::make(directory, parameters)?;
-            *IN_FORCE.lock().unwrap_or_else(PoisonError::into_inner) = Some(changes);
+        let tuning = Self { directory: directory.to_owned() };
+        tuning.set(parameters)?;
+        Ok(tuning)
+    }
+
+    /// Sets more parameters, or the same to other values.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), but what was set before an error stays so.
+    pub fn set(&self, parameters: &[HostParameter]) -> Result<(), ConfigError> {
+        if parameters.is_empty() {
+            return Ok(());
+        }
+        static HOOK: Once = Once::new();
+        HOOK.call_once(|| {
             let next = std::panic::take_hook();
             std::panic::set_hook(Box::new(move |info| {
                 put_back();
                 next(info);
             }));
-        }
-        Ok(Self(()))
+        });
+        let mut changes = in_force().take().unwrap_or_default();
+        let done = changes.make(&self.directory, parameters);
+        // Without any, the lock goes.
+        *in_force() = (!changes.changed.is_empty()).then_some(changes);
+        done
     }
 }
 
@@ -47,15 +65,20 @@ impl Drop for HostTuning {
 
 /// The second time does nothing.
 fn put_back() {
-    drop(IN_FORCE.lock().unwrap_or_else(PoisonError::into_inner).take());
+    drop(in_force().take());
+}
+
+fn in_force() -> MutexGuard<'static, Option<Changes>> {
+    IN_FORCE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Parameters that are changed, put back on drop.
+#[derive(Default)]
 struct Changes {
     changed: Vec<Change>,
     /// One Pollux at a time: a second one would take the first one's values for the host's own.
     /// Released when the file is closed, whatever becomes of the process.
-    _lock: File,
+    lock: Option<File>,
 }
 
 struct Change {
@@ -65,8 +88,7 @@ struct Change {
 }
 
 impl Changes {
-    fn make(directory: &Path, parameters: &[HostParameter]) -> Result<Self, ConfigError> {
-        let mut changes = None;
+    fn make(&mut self, directory: &Path, parameters: &[HostParameter]) -> Result<(), ConfigError> {
         for HostParameter { option, name, value } in parameters {
             let path = directory.join(name);
             let error = |error: io::Error| {
@@ -74,25 +96,27 @@ impl Changes {
                 let error = ConfigError::new(option, value, problem);
                 error.hint("setting parameters of the host's module kvm needs root")
             };
-            let changes = match &mut changes {
-                Some(changes) => changes,
-                none => {
-                    let lock = lock(directory).map_err(|why| match why {
-                        TryLockError::WouldBlock => {
-                            let problem = "another Pollux has changed the host's parameters";
-                            ConfigError::new(option, value, problem).hint("wait for its end")
-                        }
-                        TryLockError::Error(why) => error(why),
-                    })?;
-                    none.insert(Self { changed: Vec::new(), _lock: lock })
-                }
-            };
-            let before = fs::read_to_string(&path).map_err(error)?.trim().to_owned();
+            if self.lock.is_none() {
+                let lock = lock(directory).map_err(|why| match why {
+                    TryLockError::WouldBlock => {
+                        let problem = "another Pollux has changed the host's parameters";
+                        ConfigError::new(option, value, problem).hint("wait for its end")
+                    }
+                    TryLockError::Error(why) => error(why),
+                })?;
+                self.lock = Some(lock);
+            }
+            let now = fs::read_to_string(&path).map_err(error)?.trim().to_owned();
             let ours = value.to_string();
             write(&path, &ours).map_err(error)?;
-            changes.changed.push(Change { path, before, ours });
+            match self.changed.iter_mut().find(|change| change.path == path) {
+                Some(change) if change.ours == now => change.ours = ours,
+                // Somebody else's value, which is to come back in the place of the first one.
+                Some(change) => (change.before, change.ours) = (now, ours),
+                None => self.changed.push(Change { path, before: now, ours }),
+            }
         }
-        changes.ok_or_else(|| ConfigError::new("--allow-host-tuning", "", "nothing to set"))
+        Ok(())
     }
 }
 
@@ -153,10 +177,16 @@ mod tests {
         assert_eq!(get(directory), (grow.to_owned(), shrink.to_owned()));
     }
 
+    fn make(module: &tempfile::TempDir, parameters: &[HostParameter]) -> Result<Changes, String> {
+        let mut changes = Changes::default();
+        let done = changes.make(module.path(), parameters);
+        done.map(|()| changes).map_err(|error| error.to_string())
+    }
+
     #[test]
     fn parameters_are_set_and_put_back() {
         let module = module();
-        let changes = Changes::make(module.path(), &[GROW, SHRINK]).unwrap();
+        let changes = make(&module, &[GROW, SHRINK]).unwrap();
         expect(&module, "4", "7");
         drop(changes);
         expect(&module, "2", "0");
@@ -166,7 +196,7 @@ mod tests {
     fn what_was_set_before_an_error_is_put_back() {
         let module = module();
         let missing = HostParameter { name: "halt_poll_ns_none", ..SHRINK };
-        let error = Changes::make(module.path(), &[GROW, missing]).err().unwrap().to_string();
+        let error = make(&module, &[GROW, missing]).err().unwrap();
         assert!(error.starts_with("--halt-poll-ns-shrink 7: cannot set "), "{error}");
         assert!(error.contains("halt_poll_ns_none") && error.contains("root"), "{error}");
         expect(&module, "2", "0");
@@ -176,20 +206,40 @@ mod tests {
     #[test]
     fn one_pollux_at_a_time() {
         let module = module();
-        let first = Changes::make(module.path(), &[GROW]).unwrap();
-        let error = Changes::make(module.path(), &[SHRINK]).err().unwrap().to_string();
+        let first = make(&module, &[GROW]).unwrap();
+        let error = make(&module, &[SHRINK]).err().unwrap();
         assert!(error.contains("another Pollux"), "{error}");
         expect(&module, "4", "0");
         drop(first);
-        drop(Changes::make(module.path(), &[SHRINK]).unwrap());
+        drop(make(&module, &[SHRINK]).unwrap());
         expect(&module, "2", "0");
     }
 
     #[test]
     fn what_somebody_else_set_meanwhile_stays() {
         let module = module();
-        let changes = Changes::make(module.path(), &[GROW, SHRINK]).unwrap();
+        let changes = make(&module, &[GROW, SHRINK]).unwrap();
         fs::write(module.path().join(GROW.name), "3\n").unwrap();
+        drop(changes);
+        expect(&module, "3", "0");
+    }
+
+    #[test]
+    fn what_is_set_again_goes_back_to_what_it_was_at_first() {
+        let module = module();
+        let mut changes = make(&module, &[GROW]).unwrap();
+        changes.make(module.path(), &[HostParameter { value: 9, ..GROW }, SHRINK]).unwrap();
+        expect(&module, "9", "7");
+        drop(changes);
+        expect(&module, "2", "0");
+    }
+
+    #[test]
+    fn what_somebody_else_set_between_two_changes_comes_back() {
+        let module = module();
+        let mut changes = make(&module, &[GROW]).unwrap();
+        fs::write(module.path().join(GROW.name), "3\n").unwrap();
+        changes.make(module.path(), &[HostParameter { value: 9, ..GROW }]).unwrap();
         drop(changes);
         expect(&module, "3", "0");
     }

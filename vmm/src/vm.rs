@@ -124,7 +124,7 @@ impl Vm {
             Halt::Kernel | Halt::Passthrough => {
                 fd.create_irq_chip().map_err(kvm_error("create the irqchip"))?;
                 if let Some(max_ns) = halt_poll_ns {
-                    set_halt_poll_ns(&kvm, &fd, max_ns)?;
+                    set_halt_poll_ns(&fd, max_ns)?;
                 }
             }
             Halt::User => leave_apic_msrs(&fd)?,
@@ -158,9 +158,12 @@ impl Vm {
     }
 }
 
-/// Sets the VM's largest poll window in KVM, in nanoseconds.
-fn set_halt_poll_ns(kvm: &Kvm, fd: &VmFd, max_ns: u32) -> Result<(), VmError> {
-    if kvm.check_extension_raw(u64::from(KVM_CAP_HALT_POLL)) <= 0 {
+/// Sets the VM's largest poll window in KVM, in nanoseconds; from its vCPUs' next halts on.
+///
+/// # Errors
+/// KVM has no such limit, or refused.
+pub fn set_halt_poll_ns(fd: &VmFd, max_ns: u32) -> Result<(), VmError> {
+    if fd.check_extension_raw(u64::from(KVM_CAP_HALT_POLL)) <= 0 {
         return Err(VmError::Missing("a halt-polling limit per VM (KVM_CAP_HALT_POLL)"));
     }
     let mut cap = kvm_enable_cap { cap: KVM_CAP_HALT_POLL, ..Default::default() };

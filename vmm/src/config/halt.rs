@@ -77,8 +77,7 @@ pub(super) fn host_parameters(halt: Halt, poll: &HaltPoll) -> Vec<HostParameter>
     poll.of_the_host().map(|(option, name, value)| HostParameter { option, name, value }).collect()
 }
 
-/// Parses the host's side of halting, and refuses what would have no effect or one on other VMs
-/// that nobody agreed to.
+/// Parses the host's side of halting.
 pub(super) fn parse(args: &RunArgs) -> Result<(Halt, HaltPoll), ConfigError> {
     let halt = choice("--halt", &args.halt, &Halt::CHOICES)?;
     let time = |option, text: &Option<String>| {
@@ -93,6 +92,16 @@ pub(super) fn parse(args: &RunArgs) -> Result<(Halt, HaltPoll), ConfigError> {
         halt_poll_ns_grow_start: time("--halt-poll-ns-grow-start", &args.halt_poll_ns_grow_start)?,
         halt_poll_ns_shrink: factor("--halt-poll-ns-shrink", &args.halt_poll_ns_shrink)?,
     };
+    check(halt, &poll, args.allow_host_tuning)?;
+    Ok((halt, poll))
+}
+
+/// Refuses parameters that would have no effect, or one on other VMs that nobody agreed to.
+pub(super) fn check(
+    halt: Halt,
+    poll: &HaltPoll,
+    allow_host_tuning: bool,
+) -> Result<(), ConfigError> {
     match halt {
         Halt::Passthrough => {
             if let Some((option, value)) = poll.first() {
@@ -103,7 +112,7 @@ pub(super) fn parse(args: &RunArgs) -> Result<(Halt, HaltPoll), ConfigError> {
                 );
             }
         }
-        Halt::Kernel if !args.allow_host_tuning => {
+        Halt::Kernel if !allow_host_tuning => {
             if let Some((option, name, value)) = poll.of_the_host().next() {
                 let problem = format!(
                     "with --halt kernel this is the parameter {name} of the host's module kvm, and \
@@ -117,7 +126,7 @@ pub(super) fn parse(args: &RunArgs) -> Result<(Halt, HaltPoll), ConfigError> {
         }
         Halt::Kernel | Halt::User => {}
     }
-    Ok((halt, poll))
+    Ok(())
 }
 
 #[cfg(test)]

@@ -4,17 +4,17 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicI32;
 
 use devices::irqchip::{ApicConfig, IrqChip, LocalApic, Notify};
-use halt_poll::Params;
 use kvm_bindings::CpuId;
 use kvm_ioctls::{Cap, VcpuFd};
 
+use super::polling::{Polling, SharedParams, params};
 use super::probe;
 use super::run::Vcpu;
 use super::user::UserApic;
 use crate::boot::cpuid::{self, CpuidConfig};
 use crate::boot::{Entry, msrs, regs};
 use crate::builder::{host_error, machine_error, physical_bits};
-use crate::config::{Halt, HaltPoll, VmConfig};
+use crate::config::{Halt, VmConfig};
 use crate::irq::Interrupts;
 use crate::irq::kernel::Router;
 use crate::irq::user::VcpuWake;
@@ -42,6 +42,8 @@ pub struct Created {
     pub sources: Vec<VcpuSource>,
     /// Where interrupts go.
     pub interrupts: Interrupts,
+    /// Who polls for halted vCPUs.
+    pub polling: Polling,
 }
 
 /// Creates all vCPUs of `vm`. The boot CPU starts as `entry` says, the others wait for its INIT and
@@ -71,11 +73,14 @@ pub fn create(
     let fds = (0..config.cpus)
         .map(|index| vm.fd.create_vcpu(u64::from(index)).map_err(kvm_error("create a vCPU")))
         .collect::<Result<Vec<_>, _>>()?;
-    let (interrupts, mut apics) = if user_apic {
-        user_apics(config, &fds, physical_bits(supported))?
+    let (interrupts, polling, mut apics) = if user_apic {
+        let params = Arc::new(SharedParams::new(params(&config.halt_poll)));
+        let (interrupts, apics) = user_apics(&params, &fds, physical_bits(supported))?;
+        (interrupts, Polling::User(params), apics)
     } else {
         let router = Router::new(Arc::clone(&vm.fd)).map_err(host_error("route interrupts"))?;
-        (Interrupts::Kernel(router), Vec::new().into_iter())
+        let polling = Polling::Kernel(Arc::clone(&vm.fd));
+        (Interrupts::Kernel(router), polling, Vec::new().into_iter())
     };
 
     let mut vcpus = Vec::with_capacity(fds.len());
@@ -102,12 +107,12 @@ pub fn create(
         let pin_cpu = config.pin.vcpus.get(&index).copied();
         vcpus.push(Vcpu { index, fd, counters, tid, sample, pin_cpu, user });
     }
-    Ok(Created { vcpus, sources, interrupts })
+    Ok(Created { vcpus, sources, interrupts, polling })
 }
 
 /// Pollux's own interrupt controllers for vCPUs that were just created.
 fn user_apics(
-    config: &VmConfig,
+    params: &Arc<SharedParams>,
     fds: &[VcpuFd],
     physical_address_bits: u8,
 ) -> Result<(Interrupts, std::vec::IntoIter<Box<UserApic>>), VmError> {
@@ -118,25 +123,13 @@ fn user_apics(
     let wakes: Vec<_> = fds.iter().map(|_| Arc::new(VcpuWake::default())).collect();
     let notify = wakes.iter().map(|wake| Arc::clone(wake) as Arc<dyn Notify>).collect();
     let (chip, lapics) = IrqChip::new(&ApicConfig { tsc_khz, physical_address_bits }, notify);
-    let params = params(&config.halt_poll);
     let apic = |((fd, lapic), wake): ((&VcpuFd, LocalApic), Arc<VcpuWake>)| {
-        UserApic::new(fd, lapic, wake, params, tsc_khz)
+        UserApic::new(fd, lapic, wake, Arc::clone(params), tsc_khz)
             .map(Box::new)
             .map_err(kvm_error("tell a vCPU's registers"))
     };
     let apics = fds.iter().zip(lapics).zip(wakes).map(apic).collect::<Result<Vec<_>, _>>()?;
     Ok((Interrupts::User(chip), apics.into_iter()))
-}
-
-/// The parameters of mode `user`: what is not given is Linux's default.
-fn params(asked: &HaltPoll) -> Params {
-    let default = Params::default();
-    Params {
-        max_ns: asked.halt_poll_ns.unwrap_or(default.max_ns),
-        grow: asked.halt_poll_ns_grow.unwrap_or(default.grow),
-        grow_start_ns: asked.halt_poll_ns_grow_start.unwrap_or(default.grow_start_ns),
-        shrink: asked.halt_poll_ns_shrink.unwrap_or(default.shrink),
-    }
 }
 
 fn set_boot_registers(fd: &VcpuFd, entry: &Entry) -> Result<(), VmError> {

@@ -28,6 +28,7 @@ const PREEMPTED_NS: u64 = 100_000;
 pub fn halt(apic: &mut UserApic, interrupts_enabled: bool, stop: &AtomicBool) {
     let now = apic.now();
     let deadline_ns = apic.lapic.next_timer_deadline_ns(now);
+    apic.params.follow(&mut apic.policy);
     let window_ns = apic.policy.window_ns();
     let halted = Halted {
         lapic: RefCell::new(&mut apic.lapic),

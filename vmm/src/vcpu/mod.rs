@@ -6,6 +6,7 @@ pub mod emulation;
 pub mod halt;
 pub mod kick;
 pub mod passthrough;
+pub mod polling;
 mod preempted;
 pub mod probe;
 pub mod run;

@@ -7,12 +7,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use devices::irqchip::{LAPIC_BYTES, LocalApic, Now};
 use devices::virtio::stats::Counter;
-use halt_poll::{Clock, Params, Policy, Poller, Stats};
+use halt_poll::{Clock, Policy, Poller, Stats};
 use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_run, kvm_sregs};
 use kvm_ioctls::{SyncReg, VcpuFd};
 
 use crate::irq::user::{KickTimer, VcpuWake};
 use crate::stats::kvm::{Value, Values};
+use crate::vcpu::polling::{Following, SharedParams};
 
 /// `MSR_KVM_POLL_CONTROL`: bit 0 set, the host may poll (Linux `Documentation/virt/kvm/x86/msr.rst`).
 pub const MSR_KVM_POLL_CONTROL: u32 = 0x4b56_4d05;
@@ -132,6 +133,8 @@ pub struct UserApic {
     pub wake: Arc<VcpuWake>,
     /// The poll window.
     pub policy: Policy,
+    /// What the policy's parameters are.
+    pub params: Following,
     /// The poll loop.
     pub poller: Poller,
     /// What others see.
@@ -163,14 +166,16 @@ impl UserApic {
         fd: &VcpuFd,
         lapic: LocalApic,
         wake: Arc<VcpuWake>,
-        params: Params,
+        params: Arc<SharedParams>,
         tsc_khz: u32,
     ) -> Result<Self, kvm_ioctls::Error> {
         let is_boot_cpu = lapic.shared().id() == 0;
+        let (params, policy) = Following::new(params);
         Ok(Self {
             lapic,
             wake,
-            policy: Policy::new(params),
+            policy,
+            params,
             poller: Poller { deadline_lead_ns: TIMER_LEAD_NS },
             shared: Arc::default(),
             clock: TscClock::new(tsc_khz),
