@@ -100,3 +100,53 @@ pub fn write_msr(index: u32, value: u64) -> Vec<u8> {
     code.extend([0x0f, 0x30]); // wrmsr
     code
 }
+
+/// Halts for ever, woken by a periodic timer of its local APIC, `period_ns` apart.
+pub fn halts_with_timer(period_ns: u32) -> Vec<u8> {
+    const VECTOR: u8 = 0x40;
+    // Where nothing else is: the stack grows down from the interrupt table.
+    const TABLE: u32 = 0x20_0000;
+    // The 64-bit code segment that Pollux's boot sets up.
+    const CODE_SELECTOR: u8 = 0x10;
+    let gate = TABLE + u32::from(VECTOR) * 16;
+    let store = |address: u32, value: [u8; 4]| {
+        let mut code = vec![0xc7, 0x04, 0x25]; // mov dword [address], value
+        code.extend(address.to_le_bytes());
+        code.extend(value);
+        code
+    };
+    // The gate's handler address is that of the instruction after all this, found at run time.
+    let mut code = vec![0x48, 0x8d, 0x05, 0, 0, 0, 0]; // lea rax, [rip + handler]
+    code.extend([0x66, 0x89, 0x04, 0x25]); // mov [gate], ax
+    code.extend(gate.to_le_bytes());
+    code.extend([0x66, 0xc7, 0x04, 0x25]); // mov word [gate + 2], selector
+    code.extend((gate + 2).to_le_bytes());
+    code.extend([CODE_SELECTOR, 0]);
+    code.extend(store(gate + 4, [0, 0x8e, 0, 0])); // present, interrupt gate; bits 16 to 31 follow
+    code.extend([0xc1, 0xe8, 16]); // shr eax, 16
+    code.extend([0x66, 0x89, 0x04, 0x25]); // mov [gate + 6], ax
+    code.extend((gate + 6).to_le_bytes());
+    code.extend(store(gate + 8, [0; 4]));
+    code.extend([0x68]); // push TABLE: the base, as 8 bytes
+    code.extend(TABLE.to_le_bytes());
+    code.extend([0x66, 0x68, 0xff, 0x0f]); // push word 0xfff: the limit
+    code.extend([0x0f, 0x01, 0x1c, 0x24]); // lidt [rsp]
+    code.extend(write_msr(0x1b, 0xfee0_0d00)); // IA32_APIC_BASE: x2APIC, enabled, boot CPU
+    code.extend(write_msr(0x80f, 0x1ff)); // spurious-interrupt vector: enabled
+    code.extend(write_msr(0x83e, 0xb)); // the timer's clock is not divided
+    code.extend(write_msr(0x832, 0x2_0000 | u64::from(VECTOR))); // periodic
+    code.extend(write_msr(0x838, u64::from(period_ns)));
+    let halt = code.len();
+    code.extend([0xbc]); // mov esp, TABLE
+    code.extend(TABLE.to_le_bytes());
+    code.extend([0xfb, 0xf4, 0xeb, 0xfd]); // sti; hlt; jmp to the hlt
+    let handler = code.len();
+    code.extend(write_msr(0x80b, 0)); // end of interrupt
+    // Some KVMs cannot emulate IRET: back by a jump, with a fresh stack.
+    let back = halt as i32 - (code.len() as i32 + 5);
+    code.push(0xe9);
+    code.extend(back.to_le_bytes());
+    let distance = (handler - 7) as u32;
+    code[3..7].copy_from_slice(&distance.to_le_bytes());
+    code
+}

@@ -1,5 +1,6 @@
 //! Runs the program `pollux` the way a user does, for the integration tests beside this crate.
 
+pub mod ctl;
 pub mod elf;
 pub mod guest;
 pub mod oracle;

@@ -34,6 +34,11 @@ pub enum Command {
     ///
     /// Exit status: 0 stock guests can run here, 1 they cannot.
     Doctor(DoctorArgs),
+    /// Ask, change or stop a guest that runs with --control, and print the reply, which is JSON.
+    ///
+    /// Exit status: 0 done, 1 refused (with one line on stderr), 2 bad arguments, or nobody listens at
+    /// SOCKET.
+    Ctl(CtlArgs),
 }
 
 /// Options of `pollux run`, as they were typed.
@@ -177,6 +182,10 @@ pub struct RunArgs {
     #[arg(long, value_name = "PATH|-")]
     pub stats: Option<PathBuf>,
 
+    /// Make a control socket at PATH, for its owner alone: see `pollux ctl`.
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<PathBuf>,
+
     /// The KVM device.
     #[arg(long, value_name = "PATH", default_value = "/dev/kvm")]
     pub kvm: PathBuf,
@@ -192,6 +201,46 @@ pub struct DoctorArgs {
     /// The KVM device.
     #[arg(long, value_name = "PATH", default_value = "/dev/kvm")]
     pub kvm: PathBuf,
+}
+
+/// Options of `pollux ctl`.
+#[derive(Args, Clone, Debug)]
+pub struct CtlArgs {
+    /// The PATH of `pollux run --control PATH`.
+    pub socket: PathBuf,
+
+    /// What to do.
+    #[command(subcommand)]
+    pub command: CtlCommand,
+}
+
+/// The commands of a control socket.
+#[derive(Clone, Debug, Subcommand)]
+pub enum CtlCommand {
+    /// Whether the guest runs, for how long, and what it consists of.
+    Status,
+    /// The statistics so far: the document of --stats.
+    Stats,
+    /// Look at the size of a disk's file or block device again, and tell the guest if it changed.
+    ///
+    /// The file is made larger (or smaller) before, by whoever owns it. The guest sees any new size; a
+    /// smaller one costs it what was beyond, so shrink what is on the disk first.
+    Resize {
+        /// blk0, blk1, ... in the order of --disk.
+        disk: String,
+    },
+    /// Change parameters while the guest runs: halt_poll_ns, halt_poll_ns_grow,
+    /// halt_poll_ns_grow_start, halt_poll_ns_shrink, io_poll_ns.
+    ///
+    /// They are those of the options of these names, with the same units. With --halt kernel the middle
+    /// three are the host's, and need --allow-host-tuning.
+    Set {
+        /// As halt_poll_ns=200us.
+        #[arg(value_name = "NAME=VALUE", required = true)]
+        parameters: Vec<String>,
+    },
+    /// End the guest at once, in order, as SIGTERM does: disks are flushed.
+    Stop,
 }
 
 /// Why there is no [`Cli`].
@@ -212,8 +261,11 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Cli, Refusal> {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
             Refusal::Text(error.render().to_string())
         }
-        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand => {
-            Refusal::Usage("no command: run or doctor (see pollux --help)".to_owned())
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            let help = error.render().to_string();
+            let usage = help.lines().find_map(|line| line.strip_prefix("Usage: "));
+            let usage = usage.unwrap_or("pollux COMMAND");
+            Refusal::Usage(format!("no command: use {usage} (see pollux --help)"))
         }
         _ => Refusal::Usage(usage_line(&error.render().to_string())),
     })
@@ -269,6 +321,12 @@ mod tests {
             ("pollux run --kernel k --halt-poll-ns-growth 2", "--halt-poll-ns-grow"),
             ("pollux run --kernel k\nj --frob\n", "--frob"),
             ("pollux doctor --frob", "'--frob'"),
+            ("pollux ctl", "pollux ctl <SOCKET> <COMMAND>"),
+            ("pollux ctl s", "subcommand"),
+            ("pollux ctl s frob", "'frob'"),
+            ("pollux ctl s resize", "<DISK>"),
+            ("pollux ctl s set", "<NAME=VALUE>"),
+            ("pollux ctl s stop now", "'now'"),
         ];
         for (words, expected) in cases {
             let line = usage(words);
@@ -289,6 +347,15 @@ mod tests {
         let args = ["pollux", "run", "--kernel", "k", "--cmdline", "-- sh"].map(OsString::from);
         let Command::Run(run) = parse(args).unwrap().command else { panic!() };
         assert_eq!(run.cmdline.as_deref(), Some("-- sh"));
+    }
+
+    #[test]
+    fn a_request_names_the_socket_first() {
+        let cli = parse_words("pollux ctl s set a=1 b=2").unwrap();
+        let Command::Ctl(ctl) = cli.command else { panic!() };
+        assert_eq!(ctl.socket, PathBuf::from("s"));
+        let CtlCommand::Set { parameters } = ctl.command else { panic!() };
+        assert_eq!(parameters, ["a=1", "b=2"]);
     }
 
     #[test]

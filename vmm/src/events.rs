@@ -1,4 +1,5 @@
-//! What the main thread waits for while the vCPUs run: the end, a signal, the user's keys.
+//! What the main thread waits for while the vCPUs run: the end, a signal, the user's keys, the
+//! control socket's clients.
 
 use std::io;
 use std::mem;
@@ -132,8 +133,18 @@ impl Keys {
     }
 }
 
+/// What the main thread is wanted for while it waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wanted {
+    /// The statistics so far: a signal asks for them.
+    Report,
+    /// There is something to do on the control socket.
+    Control,
+}
+
 /// Waits until the run has ended, passing keys to `console` (if it is on stdio) meanwhile, and
-/// calling `report` when a signal asks for the statistics.
+/// calling `attend` when something is wanted. `control` is readable when the control socket is to be
+/// served.
 ///
 /// # Errors
 /// The host refused to wait.
@@ -141,21 +152,27 @@ pub fn wait(
     lifecycle: &Lifecycle,
     signals: &Signals,
     console: Option<&Mutex<SerialPort>>,
-    mut report: impl FnMut(),
+    control: Option<RawFd>,
+    mut attend: impl FnMut(Wanted),
 ) -> io::Result<End> {
     let mut keys = Keys::default();
     loop {
         let listen = console.is_some() && !keys.closed && keys.waiting.is_empty();
         let stdin = if listen { libc::STDIN_FILENO } else { -1 };
         let retry = (!keys.waiting.is_empty()).then_some(RETRY);
-        let ready = poll([lifecycle.wake().as_raw_fd(), signals.0.as_raw_fd(), stdin], retry)?;
+        let fds =
+            [lifecycle.wake().as_raw_fd(), signals.0.as_raw_fd(), stdin, control.unwrap_or(-1)];
+        let ready = poll(fds, retry)?;
         match ready[1].then(|| signals.next()).flatten() {
             Some(Signal::End(name)) => lifecycle.finish(End::Stopped(name.into())),
-            Some(Signal::Report) => report(),
+            Some(Signal::Report) => attend(Wanted::Report),
             None => {}
         }
         if ready[2] && !keys.read() {
             lifecycle.finish(End::Stopped("the user (Ctrl-A x)".into()));
+        }
+        if ready[3] {
+            attend(Wanted::Control);
         }
         if let Some(console) = console {
             keys.offer(console);

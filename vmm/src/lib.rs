@@ -6,6 +6,7 @@ pub mod boot;
 pub mod builder;
 pub mod cli;
 pub mod config;
+pub mod control;
 pub mod doctor;
 pub mod events;
 pub mod irq;
@@ -35,6 +36,10 @@ pub fn main() -> ExitCode {
             Command::Doctor(args) => match doctor::run(&args) {
                 Ok(status) => status,
                 Err(error) => complain(&error, 1),
+            },
+            Command::Ctl(args) => match control::client::run(&args) {
+                Ok(()) => 0,
+                Err(error) => complain(&error, error.exit_status()),
             },
         },
         Err(Refusal::Text(text)) => {

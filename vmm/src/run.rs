@@ -2,17 +2,20 @@
 
 use std::io;
 use std::path::Path;
+use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use serde_json::Value as Json;
+
 use crate::builder::{self, BuildError, Built};
-use crate::config::{Console, OnReboot, VmConfig};
-use crate::events::{self, Signals};
+use crate::config::{Console, OnReboot, Stats, VmConfig};
+use crate::control::commands::Live;
+use crate::control::server::Server;
+use crate::events::{self, Signals, Wanted};
 use crate::lifecycle::End;
-use crate::stats::channel::GuestReport;
-use crate::stats::{Snapshot, report, sample};
+use crate::stats::{report, sample};
 use crate::terminal::RawTerminal;
 use crate::tuning::{self, HostTuning};
 use crate::vcpu::kick;
@@ -30,11 +33,14 @@ pub fn run(config: &VmConfig) -> Result<End, BuildError> {
     // Blocked signals are inherited, so this comes before the first thread.
     let signals = Signals::open().map_err(host("open the signals"))?;
     kick::install_handler().map_err(host("install the kick signal"))?;
-    let _tuning = HostTuning::new(Path::new(tuning::PARAMETERS), &config.host_parameters())?;
+    let mut control = config.control.as_deref().map(Server::listen).transpose()?;
+    let tuning = HostTuning::new(Path::new(tuning::PARAMETERS), &config.host_parameters())?;
+    // The control socket changes it.
+    let mut config = config.clone();
     let mut restarted = false;
     loop {
-        let built = builder::build(config, restarted)?;
-        let end = run_once(config, built, &signals)?;
+        let built = builder::build(&config, restarted)?;
+        let end = run_once(&mut config, built, &signals, control.as_mut(), &tuning)?;
         if end != End::Reboot || config.on_reboot == OnReboot::Exit {
             return Ok(end);
         }
@@ -43,8 +49,14 @@ pub fn run(config: &VmConfig) -> Result<End, BuildError> {
 }
 
 /// From the first KVM_RUN to disks that are flushed and statistics that are written.
-fn run_once(config: &VmConfig, built: Built, signals: &Signals) -> Result<End, VmError> {
-    let Built { machine, vcpus, console, sources, guest, .. } = built;
+fn run_once(
+    config: &mut VmConfig,
+    built: Built,
+    signals: &Signals,
+    mut control: Option<&mut Server>,
+    tuning: &HostTuning,
+) -> Result<End, VmError> {
+    let Built { machine, vcpus, console, sources, guest, polling, .. } = built;
     let host = |what| move |why| VmError::Host { what, why };
     let stdio = config.console == Console::Stdio;
     let terminal = stdio.then(RawTerminal::enter).transpose().map_err(host("set the terminal"))?;
@@ -60,18 +72,33 @@ fn run_once(config: &VmConfig, built: Built, signals: &Signals) -> Result<End, V
         }
     };
     let snapshot = || {
-        if config.stats.is_some() {
-            sample::ask(&sources.vcpus, kick_all);
-        }
+        sample::ask(&sources.vcpus, kick_all);
         sources.snapshot()
     };
-    let so_far = || {
-        if let Err(why) = write_stats(config, &guest, &snapshot(), None) {
-            devices::tell(why);
+    let mut live = Live {
+        config,
+        sources: &sources,
+        guest: &guest,
+        lifecycle: &machine.lifecycle,
+        polling: &polling,
+        tuning,
+        snapshot: &snapshot,
+    };
+    let wake = control.as_ref().map(|control| control.wake());
+    let attend = |wanted| match (wanted, &mut control) {
+        (Wanted::Control, Some(control)) => control.serve(|request| live.answer(request)),
+        (Wanted::Control, None) => {}
+        (Wanted::Report, _) => {
+            if let Some(target) = &live.config.stats
+                && let Err(why) = write_stats(target, &live.stats())
+            {
+                devices::tell(why);
+            }
         }
     };
-    let waited = events::wait(&machine.lifecycle, signals, stdio.then_some(&*console), so_far);
-    let last = snapshot();
+    let waited =
+        events::wait(&machine.lifecycle, signals, stdio.then_some(&*console), wake, attend);
+    let last = config.stats.is_some().then(snapshot);
 
     machine.stop.store(true, Ordering::Release);
     kick_all();
@@ -98,7 +125,10 @@ fn run_once(config: &VmConfig, built: Built, signals: &Signals) -> Result<End, V
         let what = unflushed.join(", ");
         end = End::Failed(format!("cannot flush {what}; what the guest wrote last may be lost"));
     }
-    write_stats(config, &guest, &last, Some(&end))?;
+    if let (Some(target), Some(last)) = (&config.stats, &last) {
+        let guest = guest.lock().unwrap_or_else(PoisonError::into_inner);
+        write_stats(target, &report::report(config, &guest, last, Some(&end)))?;
+    }
     Ok(end)
 }
 
@@ -115,16 +145,7 @@ fn wait_for(threads: &[JoinHandle<()>]) -> bool {
     true
 }
 
-/// Writes the statistics if they are wanted. `end`: how the run ended, if it has.
-fn write_stats(
-    config: &VmConfig,
-    guest: &Mutex<GuestReport>,
-    last: &Snapshot,
-    end: Option<&End>,
-) -> Result<(), VmError> {
-    let Some(target) = &config.stats else { return Ok(()) };
-    let guest = guest.lock().unwrap_or_else(PoisonError::into_inner);
-    let document = report::report(config, &guest, last, end);
-    report::write(target, &document)
+fn write_stats(target: &Stats, document: &Json) -> Result<(), VmError> {
+    report::write(target, document)
         .map_err(|why| VmError::Host { what: "write the statistics", why })
 }

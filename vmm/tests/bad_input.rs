@@ -324,7 +324,7 @@ fn no_kernel_and_no_command() {
         line(&args.join(" "), output)
     };
     tells(&run(&["run"]), "the following required arguments", &["--kernel"]);
-    tells(&run(&[]), "no command", &["run or doctor"]);
+    tells(&run(&[]), "no command", &["pollux <COMMAND>"]);
     tells(&run(&["walk"]), "unrecognized subcommand 'walk'", &[]);
 }
 

@@ -67,6 +67,8 @@ const STEPS: [Step; 7] = [
                 "--test",
                 "outputs",
                 "--test",
+                "control",
+                "--test",
                 "oracle",
             ]))
         },

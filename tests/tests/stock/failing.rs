@@ -16,7 +16,7 @@ const HALF: u64 = SECTORS / 2;
 const HALF_BLOCKS: u64 = DATA_BYTES / 2 / 4096;
 
 /// Runs a host program and gives its output.
-fn host(program: &str, args: &[&str]) -> String {
+pub fn host(program: &str, args: &[&str]) -> String {
     let output = Command::new(program).args(args).output().expect("the program runs");
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{program} {args:?}: {errors}");

@@ -1,5 +1,6 @@
 //! Stock Debian guests, where KVM can run them: `cargo xtask test` runs these in the lab.
 
+mod control;
 mod failing;
 mod oracle;
 mod user;

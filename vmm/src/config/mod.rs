@@ -6,6 +6,7 @@ mod error;
 mod files;
 mod halt;
 mod idle;
+mod live;
 mod pin;
 mod units;
 
@@ -86,6 +87,9 @@ pub struct VmConfig {
     pub on_reboot: OnReboot,
     /// Where the statistics go.
     pub stats: Option<Stats>,
+    /// Where the control socket is, if there is one.
+    #[serde(serialize_with = "path_as_text_if_any")]
+    pub control: Option<PathBuf>,
 }
 
 /// `--boot`: how the kernel is entered.
@@ -217,6 +221,7 @@ impl VmConfig {
                 Some("-") => Stats::Stdout,
                 _ => Stats::File(path.to_owned()),
             }),
+            control: args.control.clone(),
         })
     }
 
@@ -239,6 +244,7 @@ impl VmConfig {
         if let Some(Stats::File(path)) = &self.stats {
             outputs.push(("--stats", path));
         }
+        outputs.extend(self.control.as_deref().map(|path| ("--control", path)));
         for (option, path) in &outputs {
             files::check_output(option, path)?;
         }
@@ -377,7 +383,7 @@ mod tests {
         let line = ["pollux", "run", "--kernel", "vmlinuz"].iter().chain(words).map(OsString::from);
         match cli::parse(line).unwrap().command {
             Command::Run(args) => *args,
-            Command::Doctor(_) => panic!("not run"),
+            _ => panic!("not run"),
         }
     }
 

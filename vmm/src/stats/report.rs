@@ -19,7 +19,7 @@ pub fn report(config: &VmConfig, guest: &GuestReport, last: &Snapshot, end: Opti
         "schema": SCHEMA,
         "config": config,
         "host": host_report(),
-        "end": end.map(|end| json!({ "how": end, "exit_status": end.exit_status() })),
+        "end": end.map(self::end),
         "notes": notes(config.halt, &last.vcpus, end),
         "time_ns": last.time_ns,
         "vcpus": last.vcpus,
@@ -29,6 +29,11 @@ pub fn report(config: &VmConfig, guest: &GuestReport, last: &Snapshot, end: Opti
         "guest_exit_status": guest.exit_status,
         "marks": guest.marks,
     })
+}
+
+/// How a run ended, with the program's exit status.
+pub fn end(end: &End) -> Json {
+    json!({ "how": end, "exit_status": end.exit_status() })
 }
 
 /// What the host is, with KVM's halt-polling parameters as they are now.
