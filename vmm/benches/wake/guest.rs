@@ -22,7 +22,7 @@ const CODE_SELECTOR: u16 = 0x10;
 pub enum Word {
     /// How often it was about to halt.
     Halts = 0,
-    /// How often it was woken: the first thing that its interrupt handler stores.
+    /// How often it was woken: the first instruction of its interrupt handler.
     Wakes = 64,
     /// Set by us: how long it polls before it halts, in cycles of its TSC.
     PollCycles = 128,
@@ -72,8 +72,8 @@ std::arch::global_asm!(
     "wrmsr",
     "20:",
     "mov esp, 0x109000",
-    "lea rax, [r12 + 1]",
-    "mov [rbx], rax",
+    "inc r12",
+    "mov [rbx], r12",
     "sti",
     // Polls first, if wanted.
     "mov rsi, [rbx + 128]",
@@ -93,7 +93,6 @@ std::arch::global_asm!(
     "hlt",
     "jmp 40b",
     "wake_guest_handler:",
-    "inc r12",
     "mov [rbx + 64], r12",
     "mov ecx, 0x80b",
     "xor eax, eax",

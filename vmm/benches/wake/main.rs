@@ -1,12 +1,16 @@
-//! What a wake costs: `cargo xtask bench wake`, natively on /dev/kvm.
+//! The measuring part of `cargo xtask bench wake`: one guest a run, whose figures are one line of
+//! JSON on stdout. It needs /dev/kvm and two CPUs, and nothing that a stock guest needs.
 //!
-//! A vCPU halts; another thread signals an MSI as Pollux's devices do; the latency is the time from
-//! just before the signal until that thread sees the store that is the first instruction of the
-//! guest's interrupt handler. The vCPU's thread, its halt, its interrupts and its statistics are
-//! those of `pollux run`.
+//!     wakes HALT WINDOW_NS DELAY_NS WARM_UP COUNT    what a wake costs
+//!     traced HALT WARM_UP COUNT                      the same, between two marks, for strace
+//!     idle HALT WINDOW_NS GUEST_POLL_NS TICK_NS SECONDS
+//!
+//! The vCPU's thread, its halt, its interrupts and its statistics are those of `pollux run`: the
+//! guest is built by the same code, and woken by an MSI as Pollux's devices send it.
 
 mod guest;
 
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
@@ -14,7 +18,8 @@ use std::time::{Duration, Instant};
 
 use devices::irq::{MsiMessage, MsiSink};
 use guest::{VECTOR, Word};
-use halt_poll::Clock;
+use halt_poll::{Clock, MonotonicClock};
+use serde_json::{Value as Json, json};
 use vmm::affinity::pin_current_thread;
 use vmm::builder::{self, Built};
 use vmm::cli::{self, Command};
@@ -22,45 +27,46 @@ use vmm::config::VmConfig;
 use vmm::stats::Snapshot;
 use vmm::stats::kvm::Value;
 use vmm::vcpu::kick;
+use vmm::vcpu::user::host_tsc;
 
-/// Wakes that are measured, after as many that are not: KVM's window has to grow first.
-const WAKES: u64 = 4000;
-/// How long the guest has been halting when it is woken.
-const DELAY: Duration = Duration::from_micros(100);
-/// A window that covers the delay and all that comes on top of it.
-const COVERING: &str = "2ms";
-/// How long a guest that is only idle is watched.
-const IDLE: Duration = Duration::from_secs(3);
-/// The timer's period of a Linux guest with HZ=250, in nanoseconds, which are counts of the local
-/// APIC's timer in both modes.
-const TICK_NS: u64 = 4_000_000;
 /// How long the guest may take for anything.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// Ticks of an idle guest before it is watched: its window has grown or shrunk by then.
+const IDLE_WARM_UP: u64 = 50;
 
 /// Host CPUs of the thread that signals and of the vCPU. On one CPU, the two would take turns.
 const SIGNALLER_CPU: usize = 0;
 const VCPU_CPU: usize = 1;
 
+/// A process that does not exist: asking for its priority marks a place in strace's log.
+const MARK: libc::id_t = 0x3fff_fff0;
+
+/// The window of a guest that is traced, which covers what strace adds.
+const TRACED_WINDOW_NS: &str = "1000000000";
+/// How long a guest halts before it is woken while traced.
+const TRACED_DELAY_NS: u64 = 1_000_000;
+
 /// A guest that runs.
 struct Running {
     built: Option<Built>,
     sink: Arc<dyn MsiSink>,
+    clock: MonotonicClock,
     vcpu: Option<JoinHandle<()>>,
     _dir: tempfile::TempDir,
 }
 
 impl Running {
-    fn start(halt: &str, window: &str, words: &[(Word, u64)]) -> Self {
+    fn start(halt: &str, window_ns: &str, words: &[(Word, u64)]) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let kernel = dir.path().join("guest");
         std::fs::write(&kernel, guest::elf()).expect("a kernel");
         let kernel = kernel.to_str().expect("a plain path");
         let options =
             ["pollux", "run", "--kernel", kernel, "--boot", "linux64", "--console", "off"];
-        let options = options.into_iter().chain(["--halt", halt, "--halt-poll-ns", window]);
+        let options = options.into_iter().chain(["--halt", halt, "--halt-poll-ns", window_ns]);
         let Ok(cli::Cli { command: Command::Run(args) }) = cli::parse(options.map(Into::into))
         else {
-            panic!("the options are right")
+            panic!("halt mode {halt}, window {window_ns}: not as `pollux run` takes them")
         };
         let config = VmConfig::new(&args).unwrap_or_else(|why| panic!("{why}"));
         let mut built = builder::build(&config, false).unwrap_or_else(|why| panic!("{why}"));
@@ -76,41 +82,42 @@ impl Running {
         pin(VCPU_CPU);
         let vcpu = vcpu.spawn(Arc::clone(&built.machine)).expect("a thread");
         pin(SIGNALLER_CPU);
-        Self { built: Some(built), sink, vcpu: Some(vcpu), _dir: dir }
+        let clock = MonotonicClock::new();
+        Self { built: Some(built), sink, clock, vcpu: Some(vcpu), _dir: dir }
     }
 
     fn built(&self) -> &Built {
         self.built.as_ref().expect("until dropped")
     }
 
-    fn word(&self, word: Word) -> u64 {
-        guest::load(&self.built().machine.memory, word)
-    }
-
-    fn wait_for(&self, word: Word, value: u64) {
+    /// Spins until the guest has counted so far.
+    fn wait_for(&self, word: Word, count: u64) {
         let start = Instant::now();
-        while self.word(word) < value {
+        let mut turns = 0u32;
+        while guest::load(&self.built().machine.memory, word) < count {
             std::hint::spin_loop();
-            if start.elapsed() > PATIENCE {
+            turns = turns.wrapping_add(1);
+            // Seldom, for the clock would take longer than the look at the guest.
+            if turns.is_multiple_of(1 << 16) && start.elapsed() > PATIENCE {
                 let end = self.built().machine.lifecycle.ended();
                 panic!("the guest does not go on; it ended: {end:?}");
             }
         }
     }
 
-    /// Wakes the guest when it has been halting for `DELAY`, and gives how long that took, in
-    /// nanoseconds. `woken`: how often it has been.
-    fn wake(&self, woken: u64) -> u64 {
-        let clock = halt_poll::MonotonicClock::new();
+    /// Wakes the guest `delay_ns` after it was about to halt, and gives how long that took, in
+    /// nanoseconds: from just before the signal until this thread sees the store that is the first
+    /// instruction of the guest's interrupt handler. `woken`: how often it has been.
+    fn wake(&self, woken: u64, delay_ns: u64) -> u64 {
         self.wait_for(Word::Halts, woken + 1);
-        let begun = clock.now_ns();
-        while clock.now_ns() - begun < DELAY.as_nanos() as u64 {
+        let begun_ns = self.clock.now_ns();
+        while self.clock.now_ns() - begun_ns < delay_ns {
             std::hint::spin_loop();
         }
-        let signalled = clock.now_ns();
+        let signalled_ns = self.clock.now_ns();
         self.sink.trigger(0);
         self.wait_for(Word::Wakes, woken + 1);
-        clock.now_ns() - signalled
+        self.clock.now_ns() - signalled_ns
     }
 
     fn snapshot(&self) -> Snapshot {
@@ -130,173 +137,97 @@ impl Drop for Running {
     }
 }
 
-/// What a counter of KVM's halts, or of exits, grew by.
-fn grown(before: &Snapshot, after: &Snapshot, name: &str) -> u64 {
-    let read = |snapshot: &Snapshot| {
-        let vcpu = &snapshot.vcpus[0];
-        match vcpu.halt.get(name) {
-            Some(Value::Number(number)) => *number,
-            _ => vcpu.exits.get(name).copied().unwrap_or(0),
+/// By how much the vCPU's counters grew.
+fn grown(before: &Snapshot, after: &Snapshot) -> Json {
+    let (before_vcpu, after_vcpu) = (&before.vcpus[0], &after.vcpus[0]);
+    let mut counts = serde_json::Map::new();
+    for (name, value) in &after_vcpu.exits {
+        let before = before_vcpu.exits.get(name).copied().unwrap_or(0);
+        counts.insert(name.clone(), (value - before).into());
+    }
+    for (name, value) in &after_vcpu.halt {
+        if let (Value::Number(after), Some(Value::Number(before))) =
+            (value, before_vcpu.halt.get(name))
+        {
+            counts.insert(name.clone(), (after - before).into());
         }
-    };
-    read(after) - read(before)
+    }
+    json!({
+        "time_ns": after.time_ns - before.time_ns,
+        "cpu_ns": after_vcpu.cost.cpu_ns - before_vcpu.cost.cpu_ns,
+        "counts": counts,
+    })
 }
 
-/// A value of a sorted list, at a part of it.
-fn quantile(sorted: &[u64], part: f64) -> f64 {
-    let last = sorted.len() - 1;
-    sorted[(last as f64 * part).round() as usize] as f64 / 1e3
-}
-
-fn wakes(halt: &str, window: &str, count: u64) -> String {
-    let running = Running::start(halt, window, &[]);
-    for woken in 0..count {
-        running.wake(woken);
+fn wakes(halt: &str, window_ns: &str, delay_ns: u64, warm_up: u64, count: u64) -> Json {
+    let running = Running::start(halt, window_ns, &[]);
+    for woken in 0..warm_up {
+        running.wake(woken, delay_ns);
     }
     let before = running.snapshot();
-    let mut latencies: Vec<u64> = (count..2 * count).map(|woken| running.wake(woken)).collect();
-    let after = running.snapshot();
-    latencies.sort_unstable();
-    let a_wake = |name: &str| grown(&before, &after, name) as f64 / count as f64;
-    format!(
-        "{halt:<7} {window:>6} {:>9.1} {:>7.1} {:>8.1} {:>7.2} {:>7.2} {:>8.2} {:>9.1}",
-        quantile(&latencies, 0.5),
-        quantile(&latencies, 0.99),
-        quantile(&latencies, 1.0),
-        a_wake("exits"),
-        a_wake("halt_successful_poll"),
-        a_wake("halt_wakeup"),
-        (after.vcpus[0].cost.cpu_ns - before.vcpus[0].cost.cpu_ns) as f64 / count as f64 / 1e3,
-    )
+    let latencies: Vec<u64> =
+        (warm_up..warm_up + count).map(|woken| running.wake(woken, delay_ns)).collect();
+    let mut figures = grown(&before, &running.snapshot());
+    figures["latencies_ns"] = latencies.into();
+    figures
 }
 
-/// An idle guest with a timer, which polls itself for `guest_poll` before it halts.
-fn idle(halt: &str, window: &str, guest_poll: Duration) -> String {
-    let cycles = guest_poll.as_nanos() as u64 * tsc_khz() / 1_000_000;
-    let words = [(Word::TimerPeriod, TICK_NS), (Word::PollCycles, cycles)];
-    let running = Running::start(halt, window, &words);
-    running.wait_for(Word::Wakes, 50);
+fn traced(halt: &str, warm_up: u64, count: u64) -> Json {
+    let running = Running::start(halt, TRACED_WINDOW_NS, &[]);
+    for woken in 0..warm_up {
+        running.wake(woken, TRACED_DELAY_NS);
+    }
     let before = running.snapshot();
-    thread::sleep(IDLE);
-    let after = running.snapshot();
-    let seconds = (after.time_ns - before.time_ns) as f64 / 1e9;
-    let a_second = |name: &str| grown(&before, &after, name) as f64 / seconds;
-    format!(
-        "{halt:<7} {window:>6} {:>7} us {:>12.2} {:>8.0} {:>8.0} {:>8.0} {:>8.0}",
-        guest_poll.as_micros(),
-        (after.vcpus[0].cost.cpu_ns - before.vcpus[0].cost.cpu_ns) as f64 / 1e6 / seconds,
-        a_second("exits"),
-        a_second("halt_exits"),
-        a_second("halt_attempted_poll"),
-        a_second("halt_successful_poll"),
-    )
+    // SAFETY: no memory is involved.
+    let mark = || unsafe { libc::getpriority(libc::PRIO_PROCESS, MARK) };
+    mark();
+    for woken in warm_up..warm_up + count {
+        running.wake(woken, TRACED_DELAY_NS);
+    }
+    mark();
+    grown(&before, &running.snapshot())
+}
+
+fn idle(halt: &str, window_ns: &str, guest_poll_ns: u64, tick_ns: u64, seconds: u64) -> Json {
+    // The local APIC's timer counts nanoseconds in both modes.
+    let cycles = guest_poll_ns * tsc_khz() / 1_000_000;
+    let words = [(Word::TimerPeriod, tick_ns), (Word::PollCycles, cycles)];
+    let running = Running::start(halt, window_ns, &words);
+    running.wait_for(Word::Wakes, IDLE_WARM_UP);
+    let woken = || guest::load(&running.built().machine.memory, Word::Wakes);
+    let (before, woken_before) = (running.snapshot(), woken());
+    thread::sleep(Duration::from_secs(seconds));
+    let (after, woken_after) = (running.snapshot(), woken());
+    let mut figures = grown(&before, &after);
+    figures["wakes"] = (woken_after - woken_before).into();
+    figures
 }
 
 /// The TSC's frequency, measured against the clock.
 fn tsc_khz() -> u64 {
-    let (start, before) = (Instant::now(), vmm::vcpu::user::host_tsc());
+    let (start, before) = (Instant::now(), host_tsc());
     thread::sleep(Duration::from_millis(50));
-    let cycles = vmm::vcpu::user::host_tsc() - before;
+    let cycles = host_tsc() - before;
     cycles * 1_000_000 / start.elapsed().as_nanos() as u64
 }
 
-/// One thread's system calls between two marks, by name, from what strace wrote.
-fn system_calls(mode: &str, count: u64) -> Result<String, String> {
-    let dir = tempfile::tempdir().map_err(|why| why.to_string())?;
-    let log = dir.path().join("log");
-    let program = std::env::current_exe().map_err(|why| why.to_string())?;
-    let status = std::process::Command::new("strace")
-        .args(["-f", "-qq", "-o"])
-        .arg(&log)
-        .arg(program)
-        .args(["traced", mode, &count.to_string()])
-        .status()
-        .map_err(|why| format!("strace: {why}"))?;
-    if !status.success() {
-        return Err(format!("the traced run failed: {status}"));
-    }
-    let text = std::fs::read_to_string(&log).map_err(|why| why.to_string())?;
-    let between: Vec<&str> = text
-        .lines()
-        .skip_while(|line| !line.contains(&format!("getpriority(PRIO_PROCESS, {MARK})")))
-        .skip(1)
-        .take_while(|line| !line.contains(&format!("getpriority(PRIO_PROCESS, {MARK})")))
-        .collect();
-    let marker = text.lines().find(|line| line.contains("getpriority(PRIO_PROCESS"));
-    let signaller = marker.and_then(|line| line.split_whitespace().next()).ok_or("no mark")?;
-    let mut counts = std::collections::BTreeMap::new();
-    for line in between {
-        let mut words = line.split_whitespace();
-        let (Some(tid), Some(call)) = (words.next(), words.next()) else { continue };
-        let Some((name, _)) = call.split_once('(') else { continue };
-        let name = if line.contains("KVM_RUN") { "KVM_RUN" } else { name };
-        let who = if tid == signaller { "signaller" } else { "vCPU" };
-        *counts.entry((who, name.to_owned())).or_insert(0u64) += 1;
-    }
-    let of = |who: &str| {
-        let calls = counts.iter().filter(|((found, _), _)| *found == who);
-        let calls: Vec<String> = calls
-            .map(|((_, name), calls)| format!("{name} {:.2}", *calls as f64 / count as f64))
-            .collect();
-        if calls.is_empty() { "none".into() } else { calls.join(", ") }
-    };
-    Ok(format!("{mode:<7} {COVERING:>6}   vCPU: {}; signaller: {}", of("vCPU"), of("signaller")))
-}
-
-/// A process that does not exist: asking for its priority marks a place in strace's log.
-const MARK: libc::id_t = 0x3fff_fff0;
-
-/// What [`system_calls`] traces.
-fn traced(mode: &str, count: u64) {
-    // Under strace, everything takes much longer.
-    let running = Running::start(mode, "1s", &[]);
-    for woken in 0..20 {
-        running.wake(woken);
-    }
-    // SAFETY: no memory is involved.
-    let mark = || unsafe { libc::getpriority(libc::PRIO_PROCESS, MARK) };
-    mark();
-    for woken in 20..20 + count {
-        running.wake(woken);
-    }
-    mark();
-}
-
-fn main() {
-    kick::install_handler().expect("the kick signal");
+fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    match arguments.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
-        ["traced", mode, count] => traced(mode, count.parse().expect("a number")),
-        _ => all(),
-    }
-}
-
-fn all() {
-    println!(
-        "\nA wake, {} us after the halt, from the signal to the guest's first instruction; us; {WAKES} wakes after as \
-         many to warm up\nmode    window    median     p99      max   exits  polled  blocked   vCPU us",
-        DELAY.as_micros()
-    );
-    for mode in ["kernel", "user"] {
-        for window in ["0", COVERING, "0", COVERING] {
-            println!("{}", wakes(mode, window, WAKES));
+    let number = |text: &str| text.parse().unwrap_or_else(|why| panic!("{text}: {why}"));
+    kick::install_handler().expect("the kick signal");
+    let figures = match arguments.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
+        ["wakes", halt, window_ns, delay_ns, warm_up, count] => {
+            wakes(halt, window_ns, number(delay_ns), number(warm_up), number(count))
         }
-    }
-    println!("\nSystem calls a wake, of 500 under strace");
-    for mode in ["kernel", "user"] {
-        match system_calls(mode, 500) {
-            Ok(line) => println!("{line}"),
-            Err(why) => println!("{mode}: not counted: {why}"),
+        ["traced", halt, warm_up, count] => traced(halt, number(warm_up), number(count)),
+        ["idle", halt, window_ns, guest_poll_ns, tick_ns, seconds] => {
+            idle(halt, window_ns, number(guest_poll_ns), number(tick_ns), number(seconds))
         }
-    }
-    println!(
-        "\nAn idle guest with a timer of 250 Hz, for {} s; a second of idling\n\
-         mode    window  guest polls  vCPU CPU ms    exits    halts   polling   polled",
-        IDLE.as_secs()
-    );
-    for mode in ["kernel", "user"] {
-        for (window, guest_poll_us) in [("0", 0), ("200us", 0), ("0", 200), ("5ms", 0), ("0", 0)] {
-            println!("{}", idle(mode, window, Duration::from_micros(guest_poll_us)));
+        _ => {
+            eprintln!("This is run by `cargo xtask bench wake`.");
+            return ExitCode::SUCCESS;
         }
-    }
+    };
+    println!("{figures}");
+    ExitCode::SUCCESS
 }

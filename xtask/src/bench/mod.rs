@@ -1,4 +1,4 @@
-//! `cargo xtask bench`: comparisons of whole guests, on a machine that does nothing else.
+//! `cargo xtask bench`: comparisons of guests, on a machine that does nothing else.
 
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
@@ -8,8 +8,9 @@ use crate::util::{self, Context, Result, bail};
 mod load;
 mod peer;
 mod pingpong;
+mod wake;
 
-/// Measures whole guests.
+/// Measures guests.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(subcommand)]
@@ -20,6 +21,7 @@ pub struct Args {
 enum Bench {
     Peer(peer::Args),
     Pingpong(pingpong::Args),
+    Wake(wake::Args),
     /// The part of `peer` that runs where the guests run.
     #[command(hide = true)]
     PeerInside(peer::InsideArgs),
@@ -33,6 +35,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     match &args.bench {
         Bench::Peer(args) => peer::run(args),
         Bench::Pingpong(args) => pingpong::run(args),
+        Bench::Wake(args) => wake::run(args),
         Bench::PeerInside(args) => peer::run_inside(args),
     }
 }
