@@ -5,7 +5,7 @@ use std::os::unix::fs::{FileTypeExt, PermissionsExt, symlink};
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use pollux_tests::Guest;
@@ -302,6 +302,16 @@ fn a_guest_that_restarts_keeps_its_socket_its_clients_and_what_was_set() {
 
 // --- The file.
 
+/// A test that failed leaves no guest behind.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 #[test]
 fn only_its_owner_may_open_it_whatever_the_umask_says() {
     for umask in [0, 0o022, 0o077] {
@@ -317,18 +327,18 @@ fn only_its_owner_may_open_it_whatever_the_umask_says() {
                 Ok(())
             });
         }
-        let mut child = command.spawn().expect("pollux starts");
+        let mut child = Ended(command.spawn().expect("pollux starts"));
         // Whenever there is something, nobody else may open it.
         let found = loop {
             if let Ok(found) = control(&dir).0.symlink_metadata() {
                 break found;
             }
-            assert_eq!(child.try_wait().expect("waiting works"), None);
+            assert_eq!(child.0.try_wait().expect("waiting works"), None);
         };
         assert!(found.file_type().is_socket());
         assert_eq!(found.permissions().mode() & 0o7777, 0o600, "umask {umask:o}");
         while control(&dir).ctl("stop").status != Some(0) {}
-        assert_eq!(child.wait().expect("waiting works").code(), Some(0));
+        assert_eq!(child.0.wait().expect("waiting works").code(), Some(0));
     }
 }
 
