@@ -7,8 +7,8 @@ use serde_json::Value as Json;
 
 use crate::guest;
 use crate::lab::Lab;
-use crate::measure::{between, documents, notes};
-use crate::util::{self, Error, Result, command, step};
+use crate::measure::{self, between, documents, notes};
+use crate::util::{self, Result, command, step};
 
 /// Boot a stock Debian guest in six settings of guest and host polling, and measure each with fio.
 #[derive(clap::Args)]
@@ -63,25 +63,18 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 
 /// A shell script that runs every setting; on its output are the statistics, one document a guest.
 fn script(seconds: u32) -> String {
-    let pollux = util::target_dir().join("release/pollux");
-    let guest = util::guest_dir();
-    let mut script = format!(
-        "dir=$(mktemp -d); trap 'rm -rf $dir' EXIT\n\
-         head -c {DISK_MIB}M /dev/zero >$dir/data\n"
-    );
+    let mut script = format!("{}head -c {DISK_MIB}M /dev/zero >$dir/data\n", measure::SCRIPT_START);
     for (number, setting) in SETTINGS.iter().enumerate() {
         let Setting { halt, guest_idle, halt_poll_ns } = setting;
-        let _ = write!(
+        let _ = writeln!(
             script,
             "echo '  {}/{}: halt {halt}, guest {guest_idle}, host halt_poll_ns {halt_poll_ns}' >&2\n\
-             '{pollux}' run --kernel '{guest}/vmlinuz-6.12' --initrd '{guest}/initrd-6.12.img' \
-             --disk 'path={guest}/rootfs.ext4,readonly=on' --disk path=$dir/data --console off \
-             --halt {halt} --guest-idle {guest_idle} --halt-poll-ns {halt_poll_ns} --results $dir/results --stats - \
-             --cmdline 'quiet pollux.cmd=\"report; fio-measure {seconds}\"'\n",
+             {pollux} --disk path=$dir/data --halt {halt} --guest-idle {guest_idle} \
+             --halt-poll-ns {halt_poll_ns} \
+             --cmdline 'quiet pollux.cmd=\"report; fio-measure {seconds}\"'",
             number + 1,
             SETTINGS.len(),
-            pollux = pollux.display(),
-            guest = guest.display(),
+            pollux = measure::stock_guest(),
         );
     }
     script
@@ -138,13 +131,7 @@ impl Row {
                 notes: notes(document),
             })
         };
-        let missing = || {
-            Error(format!(
-                "a guest did not report its figures: end {}, its command's exit status {}, fio {fio}",
-                document["end"], document["guest_exit_status"]
-            ))
-        };
-        all().ok_or_else(missing)
+        all().ok_or_else(|| measure::missing(document, fio))
     }
 }
 

@@ -5,7 +5,30 @@ use std::ffi::OsString;
 use serde_json::Value as Json;
 
 use crate::lab::{self, Lab, Options, Stream};
-use crate::util::{Context, Result, bail};
+use crate::util::{self, Context, Error, Result, bail};
+
+/// How a script of several guests starts: with a directory of its own, `$dir`.
+pub const SCRIPT_START: &str = "dir=$(mktemp -d); trap 'rm -rf $dir' EXIT\n";
+
+/// A shell command that boots the stock guest, with its statistics on standard output. More options
+/// follow.
+pub fn stock_guest() -> String {
+    let (pollux, guest) = (util::target_dir().join("release/pollux"), util::guest_dir());
+    format!(
+        "'{pollux}' run --kernel '{guest}/vmlinuz-6.12' --initrd '{guest}/initrd-6.12.img' \
+         --disk 'path={guest}/rootfs.ext4,readonly=on' --console off --results $dir/results --stats -",
+        pollux = pollux.display(),
+        guest = guest.display(),
+    )
+}
+
+/// A guest did not report what it should; `reported`: what is there of that.
+pub fn missing(document: &Json, reported: &Json) -> Error {
+    Error(format!(
+        "a guest did not report its figures: end {}, its command's exit status {}, {reported}",
+        document["end"], document["guest_exit_status"]
+    ))
+}
 
 /// Runs a shell script, which runs `count` guests one after the other in one place, and gives the
 /// documents that they leave on its output.

@@ -8,7 +8,7 @@ use std::process::{Command, ExitCode, Stdio};
 use std::time::Instant;
 
 use crate::lab;
-use crate::util::{self, Context, Error, Result, bail};
+use crate::util::{self, Context, Error, Result, bail, cargo};
 
 mod stock;
 
@@ -170,13 +170,6 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     println!("{}", suite.lab);
     println!("{total}");
     Ok(if total.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
-
-/// A cargo command at the workspace's root: the cargo that runs this program.
-fn cargo(arguments: &[&str]) -> Command {
-    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
-    command.current_dir(util::workspace_root()).args(arguments).stdin(Stdio::null());
-    command
 }
 
 /// A step that passes or fails as a whole.

@@ -49,6 +49,40 @@ pub fn target_dir() -> PathBuf {
         .map_or_else(|| workspace_root().join("target"), PathBuf::from)
 }
 
+/// A cargo command at the workspace's root: the cargo that runs this program.
+pub fn cargo(arguments: &[&str]) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
+    command.current_dir(workspace_root()).args(arguments).stdin(Stdio::null());
+    command
+}
+
+/// Runs a cargo command that builds the target `name`, and returns where its program is.
+///
+/// # Errors
+/// It does not build.
+pub fn build(arguments: &[&str], name: &str) -> Result<PathBuf> {
+    let output = cargo(arguments)
+        .arg("--message-format=json-render-diagnostics")
+        .stderr(Stdio::inherit())
+        .output()
+        .context("cargo")?;
+    if !output.status.success() {
+        bail!("{name} does not build");
+    }
+    executable(&String::from_utf8_lossy(&output.stdout), name)
+        .ok_or(Error(format!("cargo built no {name}")))
+}
+
+/// Where a target's program is, by cargo's messages, one a line.
+fn executable(messages: &str, name: &str) -> Option<PathBuf> {
+    let program = |line: &str| {
+        let message: serde_json::Value = serde_json::from_str(line).ok()?;
+        let is_wanted = message.pointer("/target/name")? == name;
+        is_wanted.then(|| message.get("executable")?.as_str().map(PathBuf::from))?
+    };
+    messages.lines().filter_map(program).next_back()
+}
+
 /// Where `cargo xtask guest` puts kernels and images.
 pub fn guest_dir() -> PathBuf {
     target_dir().join("guest")
@@ -182,5 +216,26 @@ pub fn remove_dir(dir: &Path) -> Result<()> {
             bail!("cannot remove {}: {error}", dir.display())
         }
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_is_found_in_cargos_messages() {
+        let message = r#"{"reason":"compiler-artifact","target":{"name":"stock"},"executable":"/target/debug/deps/stock-1"}"#;
+        assert_eq!(executable(message, "stock"), Some("/target/debug/deps/stock-1".into()));
+        let library =
+            r#"{"reason":"compiler-artifact","target":{"name":"stock"},"executable":null}"#;
+        assert_eq!(executable(library, "stock"), None);
+        let other = r#"{"target":{"name":"tiny"},"executable":"/target/debug/deps/tiny-1"}"#;
+        assert_eq!(executable(other, "stock"), None);
+        let bench = "not JSON\n\
+            {\"target\":{\"name\":\"vmm\"},\"executable\":null}\n\
+            {\"target\":{\"name\":\"wake\"},\"executable\":\"/t/wake-1\"}\n";
+        assert_eq!(executable(bench, "wake"), Some("/t/wake-1".into()));
+        assert_eq!(executable("", "wake"), None);
     }
 }

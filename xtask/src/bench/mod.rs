@@ -1,7 +1,10 @@
 //! `cargo xtask bench`: comparisons of guests, on a machine that does nothing else.
 
+use std::fs;
 use std::path::PathBuf;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::ExitCode;
+
+use serde::Serialize;
 
 use crate::util::{self, Context, Result, bail};
 
@@ -42,14 +45,57 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 
 /// Builds what is measured, with optimisation, and returns its path.
 fn build_pollux() -> Result<PathBuf> {
-    let status = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()))
-        .current_dir(util::workspace_root())
-        .args(["build", "--release", "--package", "vmm", "--bin", "pollux"])
-        .stdin(Stdio::null())
-        .status()
-        .context("cargo")?;
+    let what = ["build", "--release", "--package", "vmm", "--bin", "pollux"];
+    let status = util::cargo(&what).status().context("cargo")?;
     if !status.success() {
         bail!("pollux does not build");
     }
     Ok(util::target_dir().join("release/pollux"))
+}
+
+/// Where figures are kept.
+fn bench_dir() -> Result<PathBuf> {
+    let dir = util::target_dir().join("bench");
+    fs::create_dir_all(&dir).context(dir.display())?;
+    Ok(dir)
+}
+
+/// Keeps all figures of a bench in `target/bench/NAME.json`, and says so.
+fn keep(name: &str, document: &impl Serialize) -> Result<()> {
+    let path = bench_dir()?.join(name).with_extension("json");
+    let mut text = serde_json::to_string_pretty(document).context("the figures")?;
+    text.push('\n');
+    fs::write(&path, text).context(path.display())?;
+    println!("\nAll figures: {}", path.display());
+    Ok(())
+}
+
+fn median(mut values: Vec<f64>) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    let upper = *values.get(middle)?;
+    if values.len() % 2 == 1 {
+        return Some(upper);
+    }
+    Some((values.get(middle.checked_sub(1)?)? + upper) / 2.0)
+}
+
+/// (largest - smallest) / median.
+fn spread(values: &[f64]) -> f64 {
+    let largest = values.iter().copied().fold(f64::NAN, f64::max);
+    let smallest = values.iter().copied().fold(f64::NAN, f64::min);
+    (largest - smallest) / median(values.to_vec()).unwrap_or(f64::NAN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians_and_spreads() {
+        assert_eq!(median(vec![3.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(median(vec![4.0, 1.0, 2.0, 3.0]), Some(2.5));
+        assert_eq!(median(Vec::new()), None);
+        assert_eq!(spread(&[8.0, 10.0, 12.0]), 0.4);
+    }
 }

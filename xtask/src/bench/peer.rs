@@ -117,8 +117,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         rounds: &rounds,
         summary: &summary,
     };
-    let path = write(&document)?;
-    println!("\nAll figures: {}", path.display());
+    super::keep("peer", &document)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -138,7 +137,7 @@ fn round(lab: &Lab, args: &Args, plan: &Plan, program: &PathBuf) -> Result<repor
         Stream::Err => eprint!("{}", String::from_utf8_lossy(bytes)),
     })?;
     if outcome != Outcome::Exited(0) {
-        let kept = bench_dir()?.join("peer-unfinished.jsonl");
+        let kept = super::bench_dir()?.join("peer-unfinished.jsonl");
         fs::write(&kept, text).context(kept.display())?;
         let kept = kept.display();
         bail!("the round failed after {attempts} attempts: {outcome:?}; what it measured: {kept}");
@@ -159,21 +158,6 @@ fn collect(text: &str) -> Result<report::Round> {
         }
     }
     round.filter(|_| complete).ok_or(Error("the lab's part said too little".into()))
-}
-
-fn write(document: &Document) -> Result<PathBuf> {
-    let path = bench_dir()?.join("peer.json");
-    let mut text = serde_json::to_string_pretty(document).context("the figures")?;
-    text.push('\n');
-    fs::write(&path, text).context(path.display())?;
-    Ok(path)
-}
-
-/// Where figures are kept.
-fn bench_dir() -> Result<PathBuf> {
-    let dir = util::target_dir().join("bench");
-    fs::create_dir_all(&dir).context(dir.display())?;
-    Ok(dir)
 }
 
 /// The part that runs in the lab.

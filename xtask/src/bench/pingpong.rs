@@ -3,7 +3,6 @@
 //! was proposed in 2019.
 
 use std::fmt::Write as _;
-use std::fs;
 use std::process::ExitCode;
 
 use serde::Serialize;
@@ -11,8 +10,8 @@ use serde_json::Value as Json;
 
 use crate::guest;
 use crate::lab::Lab;
-use crate::measure::{between, documents, notes};
-use crate::util::{self, Context, Error, Result, step};
+use crate::measure::{self, between, documents, notes};
+use crate::util::{Result, step};
 
 use super::load::{self, Load};
 
@@ -115,18 +114,12 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         settings: &SETTINGS,
         runs: &runs,
     };
-    let path = util::target_dir().join("bench/pingpong.json");
-    fs::create_dir_all(util::target_dir().join("bench")).context("target/bench")?;
-    let json = serde_json::to_string_pretty(&document).context("the figures")?;
-    fs::write(&path, json + "\n").context(path.display())?;
-    println!("\nAll figures: {}", path.display());
+    super::keep("pingpong", &document)?;
     Ok(ExitCode::SUCCESS)
 }
 
 fn script(args: &Args) -> String {
-    let pollux = util::target_dir().join("release/pollux");
-    let guest = util::guest_dir();
-    let mut script = String::from("dir=$(mktemp -d); trap 'rm -rf $dir' EXIT\n");
+    let mut script = String::from(measure::SCRIPT_START);
     for round in 1..=args.repeats {
         for setting in &SETTINGS {
             let Setting { halt, halt_poll_ns, guest_halt_poll_ns } = setting;
@@ -134,15 +127,12 @@ fn script(args: &Args) -> String {
                 0 => "--guest-idle halt".to_owned(),
                 ns => format!("--guest-idle haltpoll --guest-halt-poll-ns {ns}"),
             };
-            let _ = write!(
+            let _ = writeln!(
                 script,
                 "echo '  round {round}: halt {halt}, host {halt_poll_ns}, guest {guest_halt_poll_ns}' >&2\n\
-                 '{pollux}' run --kernel '{guest}/vmlinuz-6.12' --initrd '{guest}/initrd-6.12.img' \
-                 --disk 'path={guest}/rootfs.ext4,readonly=on' --console off --cpus 2 \
-                 --halt {halt} --halt-poll-ns {halt_poll_ns} {idle} --results $dir/results --stats - \
-                 --cmdline 'quiet pollux.cmd=\"report; pipe-measure {loops}\"'\n",
-                pollux = pollux.display(),
-                guest = guest.display(),
+                 {pollux} --cpus 2 --halt {halt} --halt-poll-ns {halt_poll_ns} {idle} \
+                 --cmdline 'quiet pollux.cmd=\"report; pipe-measure {loops}\"'",
+                pollux = measure::stock_guest(),
                 loops = args.loops,
             );
         }
@@ -167,23 +157,13 @@ impl Run {
                 vcpu_us: vcpus(&|vcpu| vcpu["cpu_ns"].as_f64())? / 1e3,
             })
         };
-        all().ok_or_else(|| {
-            Error(format!(
-                "a guest did not report its figures: end {}, its command's exit status {}, {pipe}",
-                document["end"], document["guest_exit_status"]
-            ))
-        })
+        all().ok_or_else(|| measure::missing(document, pipe))
     }
 }
 
+/// The median of a figure over all runs.
 fn median(runs: &[Run], of: impl Fn(&Run) -> f64) -> f64 {
-    let mut values: Vec<f64> = runs.iter().map(of).collect();
-    values.sort_by(f64::total_cmp);
-    match values.len() {
-        0 => f64::NAN,
-        count if count % 2 == 1 => values[count / 2],
-        count => (values[count / 2 - 1] + values[count / 2]) / 2.0,
-    }
+    super::median(runs.iter().map(of).collect()).unwrap_or(f64::NAN)
 }
 
 fn table(runs: &[Vec<Run>]) -> String {
@@ -195,8 +175,7 @@ fn table(runs: &[Vec<Run>]) -> String {
     let first = runs.first().map_or(f64::NAN, |runs| median(runs, |run| run.us));
     for (setting, runs) in SETTINGS.iter().zip(runs) {
         let us = median(runs, |run| run.us);
-        let spread = runs.iter().map(|run| run.us).fold(0.0, f64::max)
-            - runs.iter().map(|run| run.us).fold(f64::INFINITY, f64::min);
+        let spread = super::spread(&runs.iter().map(|run| run.us).collect::<Vec<_>>());
         let _ = writeln!(
             text,
             "{:<7} {:>12}  {:>12}  {:>6.0}  {:>4.0} %  {:>11.2}  {:>6.2}  {:>5.2}  {:>6.2}  {:>17.2}  {:>8.0}",
@@ -204,7 +183,7 @@ fn table(runs: &[Vec<Run>]) -> String {
             setting.halt_poll_ns,
             setting.guest_halt_poll_ns,
             us,
-            spread / us * 100.0,
+            spread * 100.0,
             us / first,
             median(runs, |run| run.exits),
             median(runs, |run| run.halts),

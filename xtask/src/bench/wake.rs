@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
 use serde::Serialize;
@@ -139,7 +139,8 @@ struct Document<'a> {
 /// A guest failed, or the machine is not idle.
 pub fn run(args: &Args) -> Result<ExitCode> {
     util::ensure_programs(HOST_PROGRAMS)?;
-    let program = build()?;
+    let what = ["bench", "--no-run", "--package", "vmm", "--bench", "wake"];
+    let program = util::build(&what, "wake")?;
     let load = load::check(args.busy)?;
 
     let mut wakes = Vec::new();
@@ -184,38 +185,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         system_calls: &system_calls,
         idle: &idle,
     };
-    let path = util::target_dir().join("bench/wake.json");
-    fs::create_dir_all(util::target_dir().join("bench")).context("target/bench")?;
-    let json = serde_json::to_string_pretty(&document).context("the figures")?;
-    fs::write(&path, json + "\n").context(path.display())?;
-    println!("\nAll figures: {}", path.display());
+    super::keep("wake", &document)?;
     Ok(ExitCode::SUCCESS)
-}
-
-/// Builds the measuring program, with optimisation, and returns its path.
-fn build() -> Result<PathBuf> {
-    let output = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()))
-        .current_dir(util::workspace_root())
-        .args(["bench", "--no-run", "--package", "vmm", "--bench", "wake"])
-        .args(["--message-format", "json-render-diagnostics"])
-        .stdin(Stdio::null())
-        .stderr(Stdio::inherit())
-        .output()
-        .context("cargo")?;
-    if !output.status.success() {
-        bail!("vmm/benches/wake does not build");
-    }
-    executable(&String::from_utf8_lossy(&output.stdout))
-        .ok_or(Error("cargo did not say where vmm/benches/wake is".into()))
-}
-
-/// Where the bench is, from cargo's messages (one line of JSON each).
-fn executable(messages: &str) -> Option<PathBuf> {
-    messages
-        .lines()
-        .filter_map(|line| serde_json::from_str::<Json>(line).ok())
-        .filter(|message| message["target"]["kind"][0] == "bench")
-        .find_map(|message| Some(message["executable"].as_str()?.into()))
 }
 
 /// Runs one guest and returns its figures.
@@ -299,8 +270,7 @@ impl Idle {
 
 /// Counts system calls in a run of its own, which they disturb.
 fn trace(program: &Path, mode: &'static str) -> Result<SystemCalls> {
-    let log = util::target_dir().join("bench/wake.strace");
-    fs::create_dir_all(util::target_dir().join("bench")).context("target/bench")?;
+    let log = super::bench_dir()?.join("wake.strace");
     // On the signaller's CPU: on the vCPU's, strace would take it from who polls there.
     let output = util::output(
         util::command("taskset")
@@ -481,14 +451,5 @@ mod tests {
         assert_eq!(calls.vcpu, map(&[("KVM_RUN", 1.0), ("futex", 0.5)]));
         assert_eq!(calls.signaller, map(&[("write", 0.5)]));
         assert_eq!(SystemCalls::parse("user", 0.5, "10 write(1) = 1\n", 2), None);
-    }
-
-    #[test]
-    fn the_bench_is_found_in_cargo_s_messages() {
-        let messages = "not JSON\n\
-            {\"target\":{\"kind\":[\"lib\"]},\"executable\":null}\n\
-            {\"target\":{\"kind\":[\"bench\"]},\"executable\":\"/t/wake-1\"}\n";
-        assert_eq!(executable(messages), Some("/t/wake-1".into()));
-        assert_eq!(executable(""), None);
     }
 }

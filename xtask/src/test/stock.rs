@@ -4,16 +4,15 @@
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::fmt;
-use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Suite, Tally, cargo};
+use super::{Suite, Tally};
 use crate::guest;
 use crate::lab::{Lab, Options, Outcome, Stream};
-use crate::util::{self, Context, Error, Result, bail};
+use crate::util::{self, Error, Result, bail};
 
 /// What the tests use, in the lab too, whose file system is this machine's.
 const HOST_PROGRAMS: &[(&str, &str)] = &[("dmsetup", "dmsetup"), ("losetup", "mount")];
@@ -48,7 +47,8 @@ pub fn run(suite: &mut Suite) -> Result<Tally> {
     util::ensure_programs(HOST_PROGRAMS)?;
     let pollux = suite.pollux()?;
     guest::make(false)?;
-    let program = build()?;
+    let what = ["test", "--package", "pollux-tests", "--test", "stock", "--no-run"];
+    let program = util::build(&what, "stock")?;
     let mut names = list(&program)?;
     if let Some(filter) = &suite.filter {
         names.retain(|name| name.contains(filter));
@@ -90,30 +90,6 @@ pub fn run(suite: &mut Suite) -> Result<Tally> {
         result?;
     }
     Ok(shared.tally)
-}
-
-/// Builds the test program and returns its path.
-fn build() -> Result<PathBuf> {
-    let output = cargo(&["test", "--package", "pollux-tests", "--test", "stock", "--no-run"])
-        .arg("--message-format=json-render-diagnostics")
-        .stderr(Stdio::inherit())
-        .output()
-        .context("cargo")?;
-    if !output.status.success() {
-        bail!("the stock-guest tests do not build");
-    }
-    String::from_utf8_lossy(&output.stdout)
-        .lines()
-        .filter_map(executable)
-        .next_back()
-        .ok_or(Error("cargo built no stock-guest tests".into()))
-}
-
-/// The test program in a message of cargo.
-fn executable(message: &str) -> Option<PathBuf> {
-    let message: serde_json::Value = serde_json::from_str(message).ok()?;
-    let is_stock = message.pointer("/target/name")? == "stock";
-    is_stock.then(|| message.get("executable")?.as_str().map(PathBuf::from))?
 }
 
 /// The names of a test program's tests, without those it ignores.
@@ -354,17 +330,5 @@ mod tests {
         assert_eq!(lines.add(Stream::Err, b"oh\n"), ["oh"]);
         assert_eq!(lines.add(Stream::Out, b"ok\ntest b"), ["test a ... ok"]);
         assert_eq!(lines.rest(), ["test b"]);
-    }
-
-    #[test]
-    fn the_test_program_is_found_in_cargos_messages() {
-        let message = r#"{"reason":"compiler-artifact","target":{"name":"stock"},
-            "executable":"/target/debug/deps/stock-1"}"#;
-        assert_eq!(executable(message), Some("/target/debug/deps/stock-1".into()));
-        let library = r#"{"reason":"compiler-artifact","target":{"name":"stock"},
-            "executable":null}"#;
-        assert_eq!(executable(library), None);
-        let other = r#"{"target":{"name":"tiny"},"executable":"/target/debug/deps/tiny-1"}"#;
-        assert_eq!(executable(other), None);
     }
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
+use super::super::{median, spread};
 use super::plan::{Device, Fio, Kernel, Medium, Monitor, Purpose, Run, Window};
 
 /// One round's runs, in their order.
@@ -269,23 +270,6 @@ fn ratio(own: Option<f64>, other: Option<f64>) -> Option<f64> {
     Some(own? / other?)
 }
 
-fn median(mut values: Vec<f64>) -> Option<f64> {
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    let upper = *values.get(middle)?;
-    if values.len() % 2 == 1 {
-        return Some(upper);
-    }
-    Some((values.get(middle.checked_sub(1)?)? + upper) / 2.0)
-}
-
-/// (largest - smallest) / median.
-fn spread(values: &[f64]) -> f64 {
-    let largest = values.iter().copied().fold(f64::NAN, f64::max);
-    let smallest = values.iter().copied().fold(f64::NAN, f64::min);
-    (largest - smallest) / median(values.to_vec()).unwrap_or(f64::NAN)
-}
-
 /// Prints all tables.
 pub fn print(rounds: &[Round], summary: &Summary, place: &str) {
     println!("\nWhere: {place}. Medians; rounds: {}.", rounds.len());
@@ -473,13 +457,5 @@ mod tests {
     fn a_target_nobody_measured_is_not_reached() {
         let targets = summarise(&[]).targets;
         assert!(targets.iter().all(|target| target.is_reached().is_none()));
-    }
-
-    #[test]
-    fn medians_and_spreads() {
-        assert_eq!(median(vec![3.0, 1.0, 2.0]), Some(2.0));
-        assert_eq!(median(vec![4.0, 1.0, 2.0, 3.0]), Some(2.5));
-        assert_eq!(median(Vec::new()), None);
-        assert_eq!(spread(&[8.0, 10.0, 12.0]), 0.4);
     }
 }
