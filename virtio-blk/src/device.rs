@@ -178,7 +178,8 @@ impl Block {
     }
 
     /// The host's thread ids of the workers, in order of their queues; empty while the device is
-    /// not active. That of a queue that was reset stays until it is started again. Their CPU time is in `/proc/self/task/TID/`.
+    /// not active. That of a queue that was reset stays until it is started again. Their CPU time is in
+    /// `/proc/self/task/TID/`.
     pub fn worker_tids(&self) -> Vec<i32> {
         self.handle().worker_tids()
     }
@@ -186,15 +187,6 @@ impl Block {
     /// Watches the device after it has been given away.
     pub fn handle(&self) -> BlockHandle {
         BlockHandle(self.shared.clone())
-    }
-
-    /// Ends the device: stops the workers and puts everything written on stable storage.
-    ///
-    /// # Errors
-    /// What the system said; data may be lost.
-    pub fn shutdown(&mut self) -> io::Result<()> {
-        self.reset();
-        if self.config.readonly { Ok(()) } else { self.shared.disk.sync() }
     }
 
     /// Starts the worker of one queue, bound to its CPU.
@@ -362,7 +354,9 @@ impl VirtioDevice for Block {
 }
 
 impl Drop for Block {
+    /// Stops the workers, which drains what is in flight. It does not put it on stable storage: the
+    /// system tells an error of that once, and here it would be lost. See [`BlockHandle::flush`].
     fn drop(&mut self) {
-        let _ = self.shutdown();
+        self.reset();
     }
 }

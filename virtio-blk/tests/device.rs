@@ -335,7 +335,7 @@ fn polling_finds_requests_and_stopping_ends_it() {
         assert!(counters.polls_hit.get() > 0, "{name}");
         assert!(counters.kicks_suppressed.get() > 0, "{name}");
         assert!(counters.sleeps.get() < 200, "{name}");
-        rig.block.shutdown().unwrap();
+        rig.shut_down();
     }
 }
 

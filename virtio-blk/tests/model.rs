@@ -101,7 +101,7 @@ proptest! {
             for case in &cases {
                 run(&mut rig, &mut model, case)?;
             }
-            rig.block.shutdown().unwrap();
+            rig.shut_down();
             prop_assert_eq!(rig.on_host(0, SECTORS), model);
         }
     }

@@ -8,7 +8,7 @@ use std::process::Command;
 
 use pollux_tests::guest::{Running, scratch};
 
-use super::{DATA_BYTES, guest, new_disk};
+use super::{DATA_BYTES, guest, new_disk, start};
 
 const SECTORS: u64 = DATA_BYTES / 512;
 /// Half of the disk, in sectors and in blocks of 4 KiB.
@@ -23,10 +23,25 @@ pub fn host(program: &str, args: &[&str]) -> String {
     String::from_utf8_lossy(&output.stdout).trim().to_owned()
 }
 
+/// A loop device on `backing`, which goes when dropped.
+pub struct Loop(pub String);
+
+impl Loop {
+    pub fn new(backing: &Path) -> Self {
+        Self(host("losetup", &["--find", "--show", backing.to_str().expect("a plain path")]))
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["--detach", &self.0]).output();
+    }
+}
+
 /// A mapped block device of [`DATA_BYTES`] on a loop device; both go when dropped.
 struct Mapped {
     name: String,
-    loop_device: String,
+    under: Loop,
     _dir: tempfile::TempDir,
 }
 
@@ -34,18 +49,15 @@ impl Mapped {
     /// `table`: lines of dmsetup, with `{loop}` for the loop device.
     fn new(name: &str, table: &str) -> Self {
         let dir = scratch();
-        let backing = new_disk(dir.path());
-        let backing = backing.to_str().expect("a plain path");
-        let loop_device = host("losetup", &["--find", "--show", backing]);
-        let name = format!("pollux-{name}");
-        let mapped = Self { name, loop_device, _dir: dir };
+        let under = Loop::new(&new_disk(dir.path()));
+        let mapped = Self { name: format!("pollux-{name}"), under, _dir: dir };
         let table = mapped.table(table);
         host("dmsetup", &["create", &mapped.name, "--noudevsync", "--table", &table]);
         mapped
     }
 
     fn table(&self, table: &str) -> String {
-        table.replace("{loop}", &self.loop_device)
+        table.replace("{loop}", &self.under.0)
     }
 
     /// Another table, while the device is in use.
@@ -68,20 +80,15 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        let quietly = |program: &str, args: &[&str]| {
-            let _ = Command::new(program).args(args).output();
-        };
-        quietly("dmsetup", &["remove", "--force", "--noudevsync", &self.name]);
-        quietly("losetup", &["--detach", &self.loop_device]);
+        let remove = ["remove", "--force", "--noudevsync", &self.name];
+        let _ = Command::new("dmsetup").args(remove).output();
     }
 }
 
-/// A guest with `disk` as /dev/vdb that runs `command` (without double quotes).
+/// A guest with `disk` as /dev/vdb that runs `command`.
 fn run_on(disk: &Path, options: &str, command: &str) -> Running {
     let disk = format!("path={}{options}", disk.display());
-    guest("vmlinuz", "6.12")
-        .args(["--disk", &disk, "--cmdline", &format!("quiet pollux.cmd=\"{command}\"")])
-        .spawn()
+    start(guest("vmlinuz", "6.12").args(["--disk", &disk]), command)
 }
 
 fn read_of(block: u64) -> String {
@@ -138,6 +145,18 @@ fn a_disk_that_fails_now_and_then_costs_only_the_requests_of_that_time() {
     let end = running.wait();
     end.expect(0);
     assert!(end.stats["queues"][1]["errors"].as_u64() >= Some(2), "{:#}", end.stats["queues"]);
+}
+
+#[test]
+fn a_disk_that_cannot_be_flushed_at_the_end_is_exit_status_1_and_the_figures_are_kept() {
+    let half = format!("0 {HALF} linear {{loop}} 0\n{HALF} {HALF} error");
+    let mapped = Mapped::new("unflushed", &half);
+    // Into the host's page cache: only a flush finds out.
+    let write = write_of(HALF_BLOCKS + 7).replace("conv=fsync", "conv=notrunc");
+    let end = run_on(&mapped.path(), "", &write).wait();
+    end.expect(1);
+    assert!(end.stderr.contains("cannot flush blk1"), "{}", end.stderr);
+    assert_eq!(end.stats["end"]["how"]["reason"], "failed");
 }
 
 #[test]

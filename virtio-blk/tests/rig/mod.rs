@@ -191,6 +191,12 @@ impl Rig {
         data
     }
 
+    /// Ends the device, with everything written on stable storage.
+    pub fn shut_down(&mut self) {
+        self.block.reset();
+        self.block.handle().flush().unwrap();
+    }
+
     /// Forgets all buffers, so that long tests do not run out of RAM.
     pub fn new_arena(&mut self) {
         let base = self.drivers.last().unwrap().end();
