@@ -2,11 +2,9 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{Ordering, fence};
-use std::time::Instant;
 
 use vm_memory::{Bytes, GuestAddress};
 
-use super::TIMEOUT;
 use crate::GuestMemory;
 use crate::virtio::queue::{Queue, QueueConfig, QueueFeatures, need_event};
 
@@ -238,16 +236,9 @@ impl Driver {
         Some(Used { head, written_bytes })
     }
 
-    /// Waits for the next used element; panics after [`TIMEOUT`].
+    /// Waits for the next used element; panics after [`TIMEOUT`](super::TIMEOUT).
     pub fn wait_used(&mut self) -> Used {
-        let start = Instant::now();
-        loop {
-            if let Some(used) = self.take_used() {
-                return used;
-            }
-            assert!(start.elapsed() < TIMEOUT, "no used element came");
-            std::thread::yield_now();
-        }
+        super::wait_for("used element", || self.take_used())
     }
 
     /// The number of chains not yet taken back.

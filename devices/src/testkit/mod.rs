@@ -24,7 +24,7 @@ mod machine;
 mod packed;
 mod pci;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub use arena::{Arena, memory, memory_with_hole, read, write};
 pub use driver::{Buf, Driver, RawDescriptor, Used, reframe};
@@ -37,3 +37,15 @@ pub use crate::virtio::common_cfg::offset as common;
 /// How long the waits of this module last before they panic: far longer than anything takes, so
 /// that a slow machine fails no test.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Asks until there is an answer; panics after [`TIMEOUT`].
+fn wait_for<T>(what: &str, mut answer: impl FnMut() -> Option<T>) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(answer) = answer() {
+            return answer;
+        }
+        assert!(start.elapsed() < TIMEOUT, "it did not come: {what}");
+        std::thread::yield_now();
+    }
+}

@@ -2,11 +2,10 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{Ordering, fence};
-use std::time::Instant;
 
 use vm_memory::{Bytes, GuestAddress};
 
-use super::{Buf, Driver, TIMEOUT, Used};
+use super::{Buf, Driver, Used};
 use crate::GuestMemory;
 use crate::virtio::queue::{Queue, QueueConfig, QueueFeatures};
 
@@ -245,14 +244,7 @@ impl PackedDriver {
 
     /// As [`Driver::wait_used`].
     pub fn wait_used(&mut self) -> Used {
-        let start = Instant::now();
-        loop {
-            if let Some(used) = self.take_used() {
-                return used;
-            }
-            assert!(start.elapsed() < TIMEOUT, "no used descriptor came");
-            std::thread::yield_now();
-        }
+        super::wait_for("used descriptor", || self.take_used())
     }
 
     /// As [`Driver::in_flight`].

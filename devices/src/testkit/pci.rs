@@ -1,9 +1,8 @@
 //! The driver's side of the virtio PCI transport (virtio 1.2, 4.1).
 
 use std::sync::Arc;
-use std::time::Instant;
 
-use super::{Driver, Notifier, TIMEOUT};
+use super::{Driver, Notifier};
 use crate::GuestMemory;
 use crate::pci::PciDevice;
 use crate::virtio::common_cfg::offset as common;
@@ -265,14 +264,12 @@ impl<D: PciDevice> PciDriver<D> {
         self.common_u16(common::QUEUE_RESET) == 0
     }
 
-    /// Resets a queue and waits until that is done; panics after [`TIMEOUT`].
+    /// Resets a queue and waits until that is done; panics after [`TIMEOUT`](super::TIMEOUT).
     pub fn reset_queue_and_wait(&mut self, index: u16) {
-        let start = Instant::now();
-        let mut done = self.reset_queue(index);
-        while !done {
-            assert!(start.elapsed() < TIMEOUT, "the reset of queue {index} does not end");
-            std::thread::yield_now();
-            done = self.common_u16(common::QUEUE_RESET) == 0;
+        if !self.reset_queue(index) {
+            super::wait_for("the end of a queue's reset", || {
+                (self.common_u16(common::QUEUE_RESET) == 0).then_some(())
+            });
         }
         assert_eq!(self.common_u16(common::QUEUE_ENABLE), 0, "queue {index} is reset");
     }

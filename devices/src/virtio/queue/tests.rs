@@ -22,12 +22,10 @@ const BUFFERS: u64 = 0x8_0000;
 
 /// A queue of `size`, its driver, and room for buffers.
 fn setup(size: u16, features: u64) -> (Driver, Queue, Arena, GuestMemory) {
-    let memory = testkit::memory(RAM_BYTES);
-    let driver = Driver::new(&memory, RINGS, size, features);
-    assert!(driver.end() <= BUFFERS);
-    let queue = driver.device_queue();
-    let arena = Arena::new(&memory, BUFFERS);
-    (driver, queue, arena, memory)
+    match setup_any(size, features) {
+        (AnyDriver::Split(driver), queue, arena, memory) => (driver, queue, arena, memory),
+        (AnyDriver::Packed(_), ..) => panic!("a split queue was asked for"),
+    }
 }
 
 /// The same for a queue of the format that `features` say.
@@ -46,6 +44,22 @@ fn setup_packed(size: u16, features: u64) -> (PackedDriver, Queue, Arena, GuestM
         (AnyDriver::Packed(driver), queue, arena, memory) => (driver, queue, arena, memory),
         (AnyDriver::Split(_), ..) => panic!("a packed queue was asked for"),
     }
+}
+
+/// Checks that `pop` gives `error`, now and after the driver has mended its ways, and touches nothing
+/// any more.
+fn stays_broken(queue: &mut Queue, memory: &GuestMemory, error: QueueError, mend: impl FnOnce()) {
+    let mut chain = Chain::new();
+    assert_eq!(queue.pop(&mut chain), Err(error));
+    mend();
+    let before = testkit::read(memory, 0, RAM_BYTES);
+    for _ in 0..3 {
+        assert_eq!(queue.pop(&mut chain), Err(error));
+        assert!(!queue.has_available());
+        assert!(!queue.enable_kicks());
+        assert!(!queue.publish());
+    }
+    assert!(testkit::read(memory, 0, RAM_BYTES) == before);
 }
 
 /// What a buffer is on the host.

@@ -196,6 +196,18 @@ fn answer(number: usize, len: usize) -> Vec<u8> {
     (0..len).map(|i| (number + 3 * i) as u8 | 1).collect()
 }
 
+#[test]
+fn making_a_queue_and_finding_it_empty_touches_no_memory() {
+    for format in [0, PACKED] {
+        let (_driver, mut queue, _, memory) = setup_any(8, EVENT_IDX | format);
+        let before = testkit::read(&memory, 0, RAM_BYTES);
+        assert_eq!(queue.pop(&mut Chain::new()), Ok(false));
+        assert!(!queue.has_available());
+        assert!(!queue.publish());
+        assert!(testkit::read(&memory, 0, RAM_BYTES) == before);
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(500))]
 

@@ -63,17 +63,6 @@ fn areas_that_are_not_wholly_inside_one_region_of_ram_are_refused() {
 }
 
 #[test]
-fn making_a_queue_and_finding_it_empty_touches_no_memory() {
-    let (_driver, mut queue, _, memory) = setup(8, EVENT_IDX);
-    let before = testkit::read(&memory, 0, RAM_BYTES);
-    let mut chain = Chain::new();
-    assert_eq!(queue.pop(&mut chain), Ok(false));
-    assert!(!queue.has_available());
-    assert!(!queue.publish());
-    assert!(testkit::read(&memory, 0, RAM_BYTES) == before);
-}
-
-#[test]
 fn a_chain_comes_out_as_it_went_in_and_goes_back() {
     let (mut driver, mut queue, mut arena, memory) = setup(8, 0);
     let header = arena.alloc_with(&[7; 16]);

@@ -59,16 +59,6 @@ fn misaligned_areas_and_areas_outside_ram_are_refused() {
 }
 
 #[test]
-fn making_a_queue_and_finding_it_empty_touches_no_memory() {
-    let (_driver, mut queue, _, memory) = setup_packed(8, EVENT_IDX);
-    let before = testkit::read(&memory, 0, RAM_BYTES);
-    assert_eq!(queue.pop(&mut Chain::new()), Ok(false));
-    assert!(!queue.has_available());
-    assert!(!queue.publish());
-    assert!(testkit::read(&memory, 0, RAM_BYTES) == before);
-}
-
-#[test]
 fn a_chain_comes_out_as_it_went_in_and_goes_back_in_one_descriptor() {
     let (mut driver, mut queue, mut arena, memory) = setup_packed(8, 0);
     let (header, data) = (arena.alloc_with(&[7; 16]), arena.alloc(512));
