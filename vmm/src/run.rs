@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value as Json;
 
-use crate::builder::{self, BuildError, Built};
+use crate::builder::{self, BuildError, Built, host_error};
 use crate::config::{Console, OnReboot, Stats, VmConfig};
 use crate::control::commands::Live;
 use crate::control::server::Server;
@@ -29,10 +29,9 @@ const STOP_LIMIT: Duration = Duration::from_secs(3);
 /// # Errors
 /// There could be no VM; see [`BuildError`].
 pub fn run(config: &VmConfig) -> Result<End, BuildError> {
-    let host = |what| move |why| VmError::Host { what, why };
     // Blocked signals are inherited, so this comes before the first thread.
-    let signals = Signals::open().map_err(host("open the signals"))?;
-    kick::install_handler().map_err(host("install the kick signal"))?;
+    let signals = Signals::open().map_err(host_error("open the signals"))?;
+    kick::install_handler().map_err(host_error("install the kick signal"))?;
     let mut control = config.control.as_deref().map(Server::listen).transpose()?;
     let tuning = HostTuning::new(Path::new(tuning::PARAMETERS), &config.host_parameters())?;
     // The control socket changes it.
@@ -57,14 +56,14 @@ fn run_once(
     tuning: &HostTuning,
 ) -> Result<End, VmError> {
     let Built { machine, vcpus, console, sources, guest, polling, .. } = built;
-    let host = |what| move |why| VmError::Host { what, why };
     let stdio = config.console == Console::Stdio;
-    let terminal = stdio.then(RawTerminal::enter).transpose().map_err(host("set the terminal"))?;
+    let terminal =
+        stdio.then(RawTerminal::enter).transpose().map_err(host_error("set the terminal"))?;
     let threads = vcpus
         .into_iter()
         .map(|vcpu| vcpu.spawn(machine.clone()))
         .collect::<io::Result<Vec<_>>>()
-        .map_err(host("start a vCPU thread"))?;
+        .map_err(host_error("start a vCPU thread"))?;
     let kick_all = || {
         for thread in &threads {
             kick::kick(thread);
@@ -120,7 +119,7 @@ fn run_once(
         .filter_map(|disk| Some(format!("{}: {}", disk.name, disk.device.flush().err()?)))
         .collect();
     drop(terminal);
-    let mut end = waited.map_err(host("wait for the guest"))?;
+    let mut end = waited.map_err(host_error("wait for the guest"))?;
     if !unflushed.is_empty() {
         let what = unflushed.join(", ");
         end = End::Failed(format!("cannot flush {what}; what the guest wrote last may be lost"));
@@ -146,6 +145,5 @@ fn wait_for(threads: &[JoinHandle<()>]) -> bool {
 }
 
 fn write_stats(target: &Stats, document: &Json) -> Result<(), VmError> {
-    report::write(target, document)
-        .map_err(|why| VmError::Host { what: "write the statistics", why })
+    report::write(target, document).map_err(host_error("write the statistics"))
 }

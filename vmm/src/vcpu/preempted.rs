@@ -9,15 +9,6 @@ use std::ptr;
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Where the sequence's `abort_ip` must be preceded by the signature with which the C library
-/// registers on x86. Nothing ever goes there.
-#[repr(C, align(8))]
-struct Abort {
-    _padding: u32,
-    signature: u32,
-    target: u64,
-}
-
 /// `struct rseq_cs`: a sequence of no length, so that no thread is ever in it.
 #[repr(C, align(32))]
 struct Sequence {
@@ -28,11 +19,13 @@ struct Sequence {
     abort_ip: u64,
 }
 
-static ABORT: Abort = Abort { _padding: 0, signature: 0x5305_3053, target: 0 };
+/// What the sequence's `abort_ip` points behind: the signature with which the C library registers on
+/// x86. Nothing ever goes there.
+#[used]
+static SIGNATURE: u32 = 0x5305_3053;
 
 static SEQUENCE: LazyLock<Sequence> = LazyLock::new(|| {
-    debug_assert_eq!(ABORT.signature, 0x5305_3053);
-    let abort_ip = ptr::from_ref(&ABORT.target).addr() as u64;
+    let abort_ip = (&raw const SIGNATURE).wrapping_add(1).addr() as u64;
     Sequence { version: 0, flags: 0, start_ip: abort_ip, post_commit_offset: 0, abort_ip }
 });
 
