@@ -9,32 +9,12 @@ use pollux_tests::ctl::Control;
 use pollux_tests::guest::{Running, scratch};
 use serde_json::Value as Json;
 
-use super::failing::host;
-use super::{DATA_BYTES, guest, host_parameters, new_disk};
+use super::failing::{Loop, host};
+use super::{DATA_BYTES, guest, host_parameters, new_disk, start};
 
 fn controlled(guest: Guest) -> (Guest, Control) {
     let control = Control(guest.dir().join("control"));
     (guest.args([Path::new("--control"), &control.0]), control)
-}
-
-fn run(guest: Guest, command: &str) -> Running {
-    assert!(!command.contains('"'), "the command stands in double quotes");
-    guest.args(["--cmdline", &format!("quiet pollux.cmd=\"{command}\"")]).spawn()
-}
-
-/// A loop device on `backing`, which goes when dropped.
-struct Loop(String);
-
-impl Loop {
-    fn new(backing: &Path) -> Self {
-        Self(host("losetup", &["--find", "--show", backing.to_str().expect("a plain path")]))
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = std::process::Command::new("losetup").args(["--detach", &self.0]).output();
-    }
 }
 
 #[test]
@@ -65,7 +45,7 @@ fn a_running_guest_sees_its_disks_grow_and_shrink() {
             step(2 * sectors, "shrunk")
         );
         let guest = guest.args(["--halt", mode, "--disk", &disks[0], "--disk", &disks[1]]);
-        let mut guest = run(guest, &command);
+        let mut guest = start(guest, &command);
         guest.wait_for("the guest", |guest| guest.results().contains("up"));
         for (bytes, name) in [(2 * DATA_BYTES, "grown"), (DATA_BYTES / 2, "shrunk")] {
             file.set_len(bytes).expect("another size");
@@ -100,7 +80,7 @@ fn set_changes_what_kvm_does_and_the_hosts_parameters_come_back() {
     let before = host_parameters();
     let (guest, control) = controlled(guest("vmlinuz", "6.12"));
     let options = ["--halt-poll-ns", "0", "--guest-idle", "halt", "--allow-host-tuning"];
-    let mut guest = run(guest.args(options), "echo up; while true; do sleep 0.02; done");
+    let mut guest = start(guest.args(options), "echo up; while true; do sleep 0.02; done");
     guest.wait_for("the guest", |guest| guest.results().contains("up"));
     let halt = |stats: &Json, name: &str| stats["vcpus"][0]["halt"][name].as_u64().expect("halts");
     let when = |guest: &mut Running, what: &str, seen: &dyn Fn(&Json) -> bool| {

@@ -3,13 +3,15 @@
 mod control;
 mod failing;
 mod oracle;
+mod packed;
 mod user;
+mod verify;
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-use pollux_tests::guest::guest_file;
-use pollux_tests::{Guest, Outcome, verify};
+use pollux_tests::guest::{Running, guest_file, workspace};
+use pollux_tests::{Guest, Outcome};
 
 /// Bytes of the disk that fio writes.
 const DATA_BYTES: u64 = 64 << 20;
@@ -32,8 +34,43 @@ fn succeed(guest: Guest, command: &str) -> Outcome {
 }
 
 fn run(guest: Guest, command: &str) -> Outcome {
+    start(guest, command).wait()
+}
+
+/// Starts `guest`, which is to run `command`.
+fn start(guest: Guest, command: &str) -> Running {
     assert!(!command.contains('"'), "the command stands in double quotes");
-    guest.args(["--cmdline", &format!("quiet pollux.cmd=\"{command}\"")]).run()
+    guest.args(["--cmdline", &format!("quiet pollux.cmd=\"{command}\"")]).spawn()
+}
+
+/// A file of `bytes` zeros in `dir`.
+fn new_file(dir: &Path, name: &str, bytes: u64) -> PathBuf {
+    let path = dir.join(name);
+    File::create(&path).and_then(|file| file.set_len(bytes)).expect("a disk's file");
+    path
+}
+
+fn new_disk(dir: &Path) -> PathBuf {
+    new_file(dir, "data", DATA_BYTES)
+}
+
+fn read_all(mut file: File) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    std::io::Read::read_to_end(&mut file, &mut bytes).expect("the disk can be read");
+    bytes
+}
+
+/// A script of `tests/lab` as a disk of `guest`'s, the next one; and the command that runs it there, if
+/// that disk is /dev/`name`.
+fn with_script(guest: Guest, script: &str, name: &str) -> (Guest, String) {
+    let mut text = fs::read(workspace().join("tests/lab").join(script)).expect("the script");
+    let command = format!("head -c {} /dev/{name} | sh -s", text.len());
+    // A disk has whole sectors.
+    text.resize(text.len().next_multiple_of(512), 0);
+    let padded = guest.dir().join(script);
+    fs::write(&padded, text).expect("a disk with the script");
+    let disk = format!("path={},readonly=on", padded.display());
+    (guest.args(["--disk", &disk]), command)
 }
 
 // --- Boot: both releases, three ways in.
@@ -148,8 +185,7 @@ fn host_parameters_hold_while_the_guest_runs_and_not_after_any_end() {
             tuned = tuned.args([format!("--halt-poll-ns-{name}"), (*ours).to_owned()]);
         }
         let command = if signal == 0 { "true" } else { "echo up; sleep 1000" };
-        let mut running =
-            tuned.args(["--cmdline", &format!("quiet pollux.cmd=\"{command}\"")]).spawn();
+        let mut running = start(tuned, command);
         running.wait_for("parameters", |_| host_parameters() != before);
         let second = guest("vmlinuz", "6.12").args(["--allow-host-tuning"]);
         second.args(["--halt-poll-ns-grow", "9"]).run().expect(2);
@@ -190,80 +226,6 @@ fn the_report_says_what_the_guests_haltpoll_driver_did_to_host_polling() {
     let end = succeed(guest("vmlinuz", "6.12").args(["--guest-idle", "halt"]), "true");
     assert_eq!(end.stats["vcpus"][0]["poll_control"], 1);
     assert_eq!(end.stats["notes"], serde_json::json!([]));
-}
-
-// --- Disks: fio writes, reads and checks, then the host checks what is in the file.
-
-/// A guest with a disk for each element of `disks` (their options) writes and reads them with fio,
-/// one after the other. `direct`: it bypasses its own page cache.
-fn verifies_on(disks: &[String], direct: bool, options: &[&str]) {
-    let mut guest = guest("vmlinuz", "6.12").args(["--cpus", "2"]).args(options);
-    let direct = u8::from(direct);
-    let mut files = Vec::new();
-    let mut command = String::from("true");
-    for (disk, letter) in disks.iter().zip('b'..) {
-        let data = guest.dir().join(format!("data-{letter}"));
-        File::create(&data).and_then(|file| file.set_len(DATA_BYTES)).expect("a disk's file");
-        guest = guest.args(["--disk", &format!("path={},{disk}", data.display())]);
-        command += &format!(" && fio-verify /dev/vd{letter} {direct}");
-        files.push(data);
-    }
-    // The run's directory goes with the outcome: look at the disks before.
-    let mut running = guest.args(["--cmdline", &format!("quiet pollux.cmd=\"{command}\"")]).spawn();
-    running.wait_for("the end of fio", |guest| guest.results().contains("@exit"));
-    let results = running.results();
-    let copies = files.iter().map(|data| File::open(data).expect("the disk's file"));
-    let copies: Vec<_> = copies.collect();
-    running.wait().expect(0);
-    assert_eq!(results.matches("@verify ok").count(), disks.len(), "{disks:?}: {results}");
-    for (copy, disk) in copies.into_iter().zip(disks) {
-        let bytes = read_all(copy);
-        let blocks = verify::blocks(&bytes).expect("what the guest checked is in the file");
-        assert!(blocks > 1000, "fio wrote only {blocks} blocks of {disk}");
-    }
-}
-
-fn new_disk(dir: &Path) -> PathBuf {
-    let path = dir.join("data");
-    File::create(&path).and_then(|file| file.set_len(DATA_BYTES)).expect("a disk's file");
-    path
-}
-
-fn read_all(mut file: File) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    std::io::Read::read_to_end(&mut file, &mut bytes).expect("the disk can be read");
-    bytes
-}
-
-/// With and without EVENT_IDX.
-fn verifies(disk_options: &str) {
-    let both = ["on", "off"].map(|on| format!("queues=2,{disk_options},event-idx={on}"));
-    verifies_on(&both, true, &[]);
-}
-
-#[test]
-fn verify_uring() {
-    verifies("engine=uring,direct=off");
-}
-
-#[test]
-fn verify_uring_direct() {
-    verifies("engine=uring,direct=on");
-}
-
-#[test]
-fn verify_sync() {
-    verifies("engine=sync,direct=off");
-}
-
-#[test]
-fn verify_sync_direct() {
-    verifies("engine=sync,direct=on");
-}
-
-#[test]
-fn verify_through_the_guests_page_cache() {
-    verifies_on(&["queues=1,engine=uring".into()], false, &[]);
 }
 
 // --- What the guest sees of the disk.

@@ -8,10 +8,9 @@ use std::thread;
 use std::time::Duration;
 
 use halt_poll::Params;
-use pollux_tests::guest::workspace;
 use pollux_tests::oracle::{haltpoll, kvm, tracefs::Recording};
 
-use super::{guest, new_disk};
+use super::{guest, new_disk, new_file, read_all, start, with_script};
 
 const PARAMETERS: &str = "/sys/module/kvm/parameters";
 /// How long the guest runs with each set of parameters.
@@ -69,10 +68,7 @@ fn record(options: &[&str], params: Params, steps: &[(&str, u32)]) -> String {
     let recording = Recording::start(&kvm::EVENTS);
     let guest = guest("vmlinuz", "6.12").args(["--cpus", "2"]).args(options);
     let disk = format!("path={}", new_disk(guest.dir()).display());
-    let mut running = guest
-        .args(["--disk", &disk])
-        .args(["--cmdline", &format!("quiet pollux.cmd=\"mark load; {LOAD}\"")])
-        .spawn();
+    let mut running = start(guest.args(["--disk", &disk]), &format!("mark load; {LOAD}"));
     running.wait_for("the load", |guest| guest.results().contains("@mark load"));
     // fio needs a moment to start; what happens until then is as good.
     thread::sleep(3 * A_WHILE);
@@ -124,27 +120,17 @@ fn the_policy_agrees_with_kvms_for_one_vm_whose_guest_forbids_polling() {
 #[test]
 fn the_governor_agrees_with_the_guests() {
     let guest = guest("vmlinuz", "6.12").args(["--guest-idle", "haltpoll"]);
-    let script_path = workspace().join("tests/lab/trace-idle");
-    let script_bytes = fs::metadata(&script_path).expect("the script").len();
-    let padded = guest.dir().join("script");
-    let mut script = fs::read(&script_path).expect("the script");
-    script.resize(script.len().next_multiple_of(4096), 0);
-    fs::write(&padded, script).expect("a disk with the script");
-    let output = guest.dir().join("output");
-    fs::File::create(&output).and_then(|file| file.set_len(16 << 20)).expect("a disk for it");
-    let load = new_disk(guest.dir());
-    let guest = [&load, &padded, &output]
-        .into_iter()
-        .fold(guest, |guest, disk| guest.args(["--disk", &format!("path={}", disk.display())]));
-    let mut running = guest
-        .args(["--cmdline", &format!("quiet pollux.cmd=\"head -c {script_bytes} /dev/vdc | sh\"")])
-        .spawn();
+    let load = format!("path={}", new_disk(guest.dir()).display());
+    let output = new_file(guest.dir(), "output", 16 << 20);
+    let (guest, script) = with_script(guest.args(["--disk", &load]), "trace-idle", "vdc");
+    let guest = guest.args(["--disk", &format!("path={}", output.display())]);
+    let mut running = start(guest, &script);
     running.wait_for("the end of the script", |guest| guest.results().contains("@exit"));
     let results = running.results();
     let copy = fs::File::open(&output).expect("the output");
     running.wait().expect(0);
     assert!(results.contains("@exit 0"), "{results}");
-    let trace = String::from_utf8_lossy(&super::read_all(copy)).into_owned();
+    let trace = String::from_utf8_lossy(&read_all(copy)).into_owned();
     let trace = haltpoll::compact(trace.trim_end_matches('\0'));
     keep("guest-haltpoll.trace", &trace);
     let summary = haltpoll::check(&trace).unwrap_or_else(|why| panic!("{why}\n{trace}"));

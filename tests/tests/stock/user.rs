@@ -1,12 +1,9 @@
 //! Mode `user`: stock guests on Pollux's own local APICs and I/O APIC.
 
-use std::fs;
-
-use pollux_tests::guest::workspace;
 use pollux_tests::{Guest, Outcome};
 use serde_json::Value as Json;
 
-use super::{guest, new_disk, succeed, verifies_on};
+use super::{guest, new_disk, succeed, with_script};
 
 fn user(release: &str, cpus: u32) -> Guest {
     guest("vmlinuz", release).args(["--halt", "user", "--cpus", &cpus.to_string()])
@@ -42,37 +39,6 @@ fn boots_6_1_with_1_2_and_4_cpus() {
     boots("6.1");
 }
 
-/// As in mode `kernel`.
-fn verifies(disk_options: &str) {
-    let both = ["on", "off"].map(|on| format!("queues=2,{disk_options},event-idx={on}"));
-    verifies_on(&both, true, &["--halt", "user"]);
-}
-
-#[test]
-fn verify_uring() {
-    verifies("engine=uring,direct=off");
-}
-
-#[test]
-fn verify_uring_direct() {
-    verifies("engine=uring,direct=on");
-}
-
-#[test]
-fn verify_sync() {
-    verifies("engine=sync,direct=off");
-}
-
-#[test]
-fn verify_sync_direct() {
-    verifies("engine=sync,direct=on");
-}
-
-#[test]
-fn verify_through_the_guests_page_cache() {
-    verifies_on(&["queues=1,engine=uring".into()], false, &["--halt", "user"]);
-}
-
 #[test]
 fn cpus_wake_each_other_in_sched_pipe_and_messaging() {
     let command = "perf bench sched pipe --loop 1000 && perf bench sched messaging --group 2 --nr_loops 10 \
@@ -93,16 +59,6 @@ fn cpus_wake_each_other_in_sched_pipe_and_messaging() {
     assert!(wakes > 100, "{}", end.results);
 }
 
-/// A shell script's path as a disk: as long as it is, padded to whole sectors.
-fn script_disk(guest: &Guest, name: &str) -> (String, u64) {
-    let mut script = fs::read(workspace().join("tests/lab").join(name)).expect("the script");
-    let bytes = script.len() as u64;
-    script.resize(script.len().next_multiple_of(512), 0);
-    let padded = guest.dir().join(name);
-    fs::write(&padded, script).expect("a disk with the script");
-    (format!("path={},readonly=on", padded.display()), bytes)
-}
-
 /// How many seconds the soak goes on.
 const SOAK_SECONDS: u32 = 60;
 /// No sleep of 20 ms may take longer, in hundredths of a second. Four emulated CPUs share one here,
@@ -113,9 +69,8 @@ const LONGEST_SLEEP: u64 = 1500;
 fn a_minute_of_timers_ipis_and_disk_loses_nothing() {
     let guest = user("6.12", 4);
     let data = format!("path={},queues=4", new_disk(guest.dir()).display());
-    let (script, bytes) = script_disk(&guest, "soak");
-    let guest = guest.args(["--disk", &data, "--disk", &script]);
-    let end = succeed(guest, &format!("head -c {bytes} /dev/vdc | sh -s {SOAK_SECONDS}"));
+    let (guest, soak) = with_script(guest.args(["--disk", &data]), "soak", "vdc");
+    let end = succeed(guest, &format!("{soak} {SOAK_SECONDS}"));
     let found = &end.results;
     assert!(found.contains("soaked") && !found.contains("complaint:"), "{found}");
     let words = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
