@@ -7,6 +7,7 @@
 
 use std::io::Write as _;
 
+pub mod affinity;
 pub mod bus;
 pub mod irq;
 pub mod irqchip;

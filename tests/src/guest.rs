@@ -97,6 +97,13 @@ impl Guest {
         self
     }
 
+    /// Sets a variable of `pollux`'s environment.
+    #[must_use]
+    pub fn env(mut self, name: &str, value: impl AsRef<std::ffi::OsStr>) -> Self {
+        self.command.env(name, value);
+        self
+    }
+
     /// Changes how long the guest may take.
     #[must_use]
     pub fn limit(mut self, limit: Duration) -> Self {

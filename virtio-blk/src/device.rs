@@ -1,11 +1,11 @@
 //! The block device as the transport sees it, and as the monitor does.
 
 use std::io;
-use std::os::unix::thread::JoinHandleExt as _;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 
+use devices::affinity;
 use devices::virtio::signal::DeviceSignal;
 use devices::virtio::stats::QueueCounters;
 use devices::virtio::{ActivateError, Activation, ActiveQueue, VirtioDevice};
@@ -62,6 +62,11 @@ pub struct Resize {
     pub new_bytes: u64,
 }
 
+/// Starts a thread that runs what it is given, as [`Builder::spawn`] does: whoever assembles the VM may
+/// have all workers started from a thread of its own.
+pub type StartThread =
+    Arc<dyn Fn(Builder, Box<dyn FnOnce() + Send>) -> io::Result<JoinHandle<()>> + Send + Sync>;
+
 /// A virtio block device.
 pub struct Block {
     config: BlkConfig,
@@ -70,6 +75,7 @@ pub struct Block {
     queue_sizes: Vec<u16>,
     shared: Arc<Shared>,
     running: Vec<Running>,
+    start_thread: StartThread,
 }
 
 /// A worker, and how to stop it.
@@ -168,8 +174,16 @@ impl Block {
                 tids: Mutex::default(),
             }),
             running: Vec::new(),
+            start_thread: Arc::new(|builder, body| builder.spawn(body)),
             config,
         }
+    }
+
+    /// Has workers started by `start` from now on.
+    #[must_use]
+    pub fn started_by(mut self, start_thread: StartThread) -> Block {
+        self.start_thread = start_thread;
+        self
     }
 
     /// The counters of each queue, which go on counting over resets.
@@ -211,38 +225,36 @@ impl Block {
         let (shared, memory, device) = (self.shared.clone(), memory.clone(), device.clone());
         let (worker_stop, worker_kick) = (stop.clone(), kick.try_clone()?);
         let engine_kind = self.config.engine;
+        let pin_cpu = self.config.pin_cpus.get(usize::from(index)).copied().flatten();
         let (tell, told) = mpsc::sync_channel(1);
-        let thread = std::thread::Builder::new()
-            .name(format!("{}-q{index}", self.config.name))
-            .spawn(move || {
-                // SAFETY: takes nothing and cannot fail.
-                let _ = tell.send(unsafe { libc::gettid() });
-                drop(tell);
-                Worker {
-                    engine: engine::new(engine_kind, &shared.disk, &memory, queue.size()),
-                    service: ServiceTimes::new(queue.size()),
-                    queue,
-                    kick: worker_kick,
-                    signal,
-                    device,
-                    counters,
-                    shared,
-                    limits,
-                    stop: worker_stop,
-                    policy: Policy::new(Params::default()),
-                    spare: Vec::new(),
-                    done: Vec::new(),
-                }
-                .run();
-            })?;
-        let pin = self.config.pin_cpus.get(usize::from(index)).copied().flatten();
-        let pinned = pin.map_or(Ok(()), |cpu| bind(&thread, cpu));
-        // A worker that does not tell is one that panicked.
-        let tid = told.recv();
-        self.running.push(Running { queue: index, tid: tid.unwrap_or(0), thread, stop, kick });
-        pinned?;
-        tid.map_err(|_| io::ErrorKind::BrokenPipe)?;
-        Ok(())
+        let builder = Builder::new().name(format!("{}-q{index}", self.config.name));
+        let body = move || {
+            let pinned = pin_cpu.map_or(Ok(()), affinity::pin_current_thread);
+            let _ = tell.send(pinned.map(|()| affinity::current_tid()));
+            drop(tell);
+            Worker {
+                engine: engine::new(engine_kind, &shared.disk, &memory, queue.size()),
+                service: ServiceTimes::new(queue.size()),
+                queue,
+                kick: worker_kick,
+                signal,
+                device,
+                counters,
+                shared,
+                limits,
+                stop: worker_stop,
+                policy: Policy::new(Params::default()),
+                spare: Vec::new(),
+                done: Vec::new(),
+            }
+            .run();
+        };
+        let thread = (self.start_thread)(builder, Box::new(body))?;
+        // A worker that does not tell is one that could not begin.
+        let tid = told.recv().unwrap_or_else(|_| Err(io::ErrorKind::BrokenPipe.into()));
+        let tid_or_none = tid.as_ref().copied().unwrap_or(0);
+        self.running.push(Running { queue: index, tid: tid_or_none, thread, stop, kick });
+        tid.map(drop)
     }
 
     /// Waits for the workers of these queues, which have been told to stop.
@@ -256,25 +268,6 @@ impl Block {
         let tids = self.running.iter().map(|running| running.tid).collect();
         *self.shared.tids.lock().unwrap_or_else(PoisonError::into_inner) = tids;
     }
-}
-
-/// Binds a thread to one CPU.
-fn bind(thread: &JoinHandle<()>, cpu: usize) -> io::Result<()> {
-    if cpu >= libc::CPU_SETSIZE as usize {
-        return Err(io::ErrorKind::InvalidInput.into());
-    }
-    // SAFETY: all-zero is the empty set.
-    let mut cpus: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    // SAFETY: `cpu` is within the set, which was checked above.
-    unsafe { libc::CPU_SET(cpu, &mut cpus) };
-    // SAFETY: the thread has not been joined, and the set outlives the call.
-    let error = unsafe {
-        libc::pthread_setaffinity_np(thread.as_pthread_t(), size_of_val(&cpus), &raw const cpus)
-    };
-    if error != 0 {
-        return Err(io::Error::from_raw_os_error(error));
-    }
-    Ok(())
 }
 
 impl VirtioDevice for Block {

@@ -13,5 +13,5 @@ mod request;
 mod worker;
 
 pub use config::{BlkConfig, CacheMode, EngineKind};
-pub use device::{Block, BlockHandle, Resize};
+pub use device::{Block, BlockHandle, Resize, StartThread};
 pub use disk::{Disk, DiskError};

@@ -18,7 +18,7 @@ use devices::serial::{self, SerialPort};
 use devices::virtio::pci::VirtioPci;
 use kvm_bindings::{CpuId, KVM_API_VERSION};
 use kvm_ioctls::Kvm;
-use virtio_blk::{BlkConfig, Block, Disk};
+use virtio_blk::{BlkConfig, Block, Disk, StartThread};
 
 use crate::boot::{self, BootError, BootProtocol, BootRequest, Entry, Image, acpi, layout};
 use crate::config::{Boot, ConfigError, Console, Halt, VmConfig};
@@ -83,12 +83,17 @@ pub fn host_error(what: &'static str) -> impl FnOnce(std::io::Error) -> VmError 
     move |why| VmError::Host { what, why }
 }
 
-/// Assembles the VM that `config` describes. `reopened`: this is a restart, files go on.
+/// Assembles the VM that `config` describes, whose disks' workers are started by `start_worker`.
+/// `reopened`: this is a restart, files go on.
 ///
 /// # Errors
 /// See [`BuildError`].
-pub fn build(config: &VmConfig, reopened: bool) -> Result<Built, BuildError> {
-    let disks = open_disks(config)?;
+pub fn build(
+    config: &VmConfig,
+    start_worker: &StartThread,
+    reopened: bool,
+) -> Result<Built, BuildError> {
+    let disks = open_disks(config, start_worker)?;
     let kvm = open_kvm(config)?;
     let memory = crate::memory::map(&layout::ram_ranges(config.memory_bytes))?;
     let cpuid = kvm
@@ -146,10 +151,10 @@ fn open_kvm(config: &VmConfig) -> Result<Kvm, BuildError> {
 }
 
 /// Opens and locks the disks, in the order of the command line.
-fn open_disks(config: &VmConfig) -> Result<Vec<Block>, BuildError> {
+fn open_disks(config: &VmConfig, start_worker: &StartThread) -> Result<Vec<Block>, BuildError> {
     let open = |disk: &BlkConfig| {
         let file = Disk::open(disk).map_err(ConfigError::from)?;
-        Ok(Block::new(disk.clone(), file))
+        Ok(Block::new(disk.clone(), file).started_by(start_worker.clone()))
     };
     config.disks.iter().map(open).collect()
 }

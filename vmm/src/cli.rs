@@ -186,6 +186,14 @@ pub struct RunArgs {
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
 
+    /// Whether the process is confined to what it needs while the guest runs: on or off.
+    ///
+    /// On, each thread makes only the system calls of its kind (seccomp), only files that are named
+    /// here can be opened (Landlock, where the host has it), and capabilities are given up. A
+    /// system call outside ends the run with a message that names it. Off is for debugging.
+    #[arg(long, value_name = "on|off", default_value = "on")]
+    pub sandbox: String,
+
     /// The KVM device.
     #[arg(long, value_name = "PATH", default_value = "/dev/kvm")]
     pub kvm: PathBuf,

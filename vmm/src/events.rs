@@ -140,11 +140,13 @@ pub enum Wanted {
     Report,
     /// There is something to do on the control socket.
     Control,
+    /// The sandbox kept a thread from a system call.
+    Violation,
 }
 
 /// Waits until the run has ended, passing keys to `console` (if it is on stdio) meanwhile, and
-/// calling `attend` when something is wanted. `control` is readable when the control socket is to be
-/// served.
+/// calling `attend` when something is wanted. The first of `wakes` is readable when the control
+/// socket is to be served, the second when the sandbox was violated; negative ones never are.
 ///
 /// # Errors
 /// The host refused to wait.
@@ -152,7 +154,7 @@ pub fn wait(
     lifecycle: &Lifecycle,
     signals: &Signals,
     console: Option<&Mutex<SerialPort>>,
-    control: Option<RawFd>,
+    [control, violation]: [RawFd; 2],
     mut attend: impl FnMut(Wanted),
 ) -> io::Result<End> {
     let mut keys = Keys::default();
@@ -160,8 +162,7 @@ pub fn wait(
         let listen = console.is_some() && !keys.closed && keys.waiting.is_empty();
         let stdin = if listen { libc::STDIN_FILENO } else { -1 };
         let retry = (!keys.waiting.is_empty()).then_some(RETRY);
-        let fds =
-            [lifecycle.wake().as_raw_fd(), signals.0.as_raw_fd(), stdin, control.unwrap_or(-1)];
+        let fds = [lifecycle.wake().as_raw_fd(), signals.0.as_raw_fd(), stdin, control, violation];
         let ready = poll(fds, retry)?;
         match ready[1].then(|| signals.next()).flatten() {
             Some(Signal::End(name)) => lifecycle.finish(End::Stopped(name.into())),
@@ -173,6 +174,9 @@ pub fn wait(
         }
         if ready[3] {
             attend(Wanted::Control);
+        }
+        if ready[4] {
+            attend(Wanted::Violation);
         }
         if let Some(console) = console {
             keys.offer(console);

@@ -1,7 +1,6 @@
 //! What the program `pollux` is made of. [`main`] is the program; the rest is public so that benches
 //! measure the real halt and interrupt paths.
 
-pub mod affinity;
 pub mod boot;
 pub mod builder;
 pub mod cli;
@@ -13,6 +12,7 @@ pub mod irq;
 pub mod lifecycle;
 pub mod memory;
 pub mod run;
+pub mod sandbox;
 pub mod stats;
 pub mod terminal;
 pub mod tuning;

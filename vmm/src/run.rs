@@ -2,8 +2,8 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
+use std::sync::{LazyLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -13,8 +13,10 @@ use crate::builder::{self, BuildError, Built, host_error};
 use crate::config::{Console, OnReboot, Stats, VmConfig};
 use crate::control::commands::Live;
 use crate::control::server::Server;
+use crate::doctor::host::HOST;
 use crate::events::{self, Signals, Wanted};
 use crate::lifecycle::End;
+use crate::sandbox::{Kind, Sandbox, Starter};
 use crate::stats::{report, sample};
 use crate::terminal::RawTerminal;
 use crate::tuning::{self, HostTuning};
@@ -36,14 +38,20 @@ pub fn run(config: &VmConfig) -> Result<End, BuildError> {
     let tuning = HostTuning::new(Path::new(tuning::PARAMETERS), &config.host_parameters())?;
     // The control socket changes it.
     let mut config = config.clone();
-    let mut restarted = false;
+    let sandbox = Sandbox::new(&config)?;
+    let starter = Starter::default();
+    let start_worker = starter.orders();
+    let mut built = builder::build(&config, &start_worker, false)?;
+    // What the statistics say of the host is read while it can be.
+    LazyLock::force(&HOST);
+    sandbox.confine(&config)?;
+    starter.begin(&sandbox).map_err(host_error("start a thread"))?;
     loop {
-        let built = builder::build(&config, restarted)?;
-        let end = run_once(&mut config, built, &signals, control.as_mut(), &tuning)?;
+        let end = run_once(&mut config, built, &signals, control.as_mut(), &tuning, &sandbox)?;
         if end != End::Reboot || config.on_reboot == OnReboot::Exit {
             return Ok(end);
         }
-        restarted = true;
+        built = builder::build(&config, &start_worker, true)?;
     }
 }
 
@@ -54,6 +62,7 @@ fn run_once(
     signals: &Signals,
     mut control: Option<&mut Server>,
     tuning: &HostTuning,
+    sandbox: &Sandbox,
 ) -> Result<End, VmError> {
     let Built { machine, vcpus, console, sources, guest, polling, .. } = built;
     let stdio = config.console == Console::Stdio;
@@ -61,9 +70,11 @@ fn run_once(
         stdio.then(RawTerminal::enter).transpose().map_err(host_error("set the terminal"))?;
     let threads = vcpus
         .into_iter()
-        .map(|vcpu| vcpu.spawn(machine.clone()))
+        .map(|vcpu| vcpu.spawn(machine.clone(), sandbox.clone()))
         .collect::<io::Result<Vec<_>>>()
         .map_err(host_error("start a vCPU thread"))?;
+    // After them, which would inherit it.
+    let entered = sandbox.enter(Kind::Main);
     let kick_all = || {
         for thread in &threads {
             kick::kick(thread);
@@ -87,6 +98,10 @@ fn run_once(
     let attend = |wanted| match (wanted, &mut control) {
         (Wanted::Control, Some(control)) => control.serve(|request| live.answer(request)),
         (Wanted::Control, None) => {}
+        (Wanted::Violation, _) => {
+            let what = sandbox.violation().map_or_else(String::new, |what| what.to_string());
+            machine.lifecycle.finish(End::Failed(what));
+        }
         (Wanted::Report, _) => {
             if let Some(target) = &live.config.stats
                 && let Err(why) = write_stats(target, &live.stats())
@@ -95,8 +110,10 @@ fn run_once(
             }
         }
     };
-    let waited =
-        events::wait(&machine.lifecycle, signals, stdio.then_some(&*console), wake, attend);
+    let waited = entered.and_then(|()| {
+        let wakes = [wake.unwrap_or(-1), sandbox.wake()];
+        events::wait(&machine.lifecycle, signals, stdio.then_some(&*console), wakes, attend)
+    });
     let last = config.stats.is_some().then(snapshot);
 
     machine.stop.store(true, Ordering::Release);

@@ -70,6 +70,8 @@ const STEPS: [Step; 7] = [
                 "control",
                 "--test",
                 "oracle",
+                "--test",
+                "sandbox",
             ]))
         },
     },

@@ -6,7 +6,8 @@
 //!     idle HALT WINDOW_NS GUEST_POLL_NS TICK_NS SECONDS
 //!
 //! The vCPU's thread, its halt, its interrupts and its statistics are those of `pollux run`: the
-//! guest is built by the same code, and woken by an MSI as Pollux's devices send it.
+//! guest is built by the same code, and woken by an MSI as Pollux's devices send it. SANDBOX=off in the
+//! environment leaves the vCPU's thread without its sandbox.
 
 mod guest;
 
@@ -16,14 +17,15 @@ use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use devices::affinity::pin_current_thread;
 use devices::irq::{MsiMessage, MsiSink};
 use guest::{VECTOR, Word};
 use halt_poll::{Clock, MonotonicClock};
 use serde_json::{Value as Json, json};
-use vmm::affinity::pin_current_thread;
 use vmm::builder::{self, Built};
 use vmm::cli::{self, Command};
 use vmm::config::VmConfig;
+use vmm::sandbox::{Sandbox, Starter};
 use vmm::stats::Snapshot;
 use vmm::stats::kvm::Value;
 use vmm::vcpu::kick;
@@ -64,12 +66,17 @@ impl Running {
         let options =
             ["pollux", "run", "--kernel", kernel, "--boot", "linux64", "--console", "off"];
         let options = options.into_iter().chain(["--halt", halt, "--halt-poll-ns", window_ns]);
+        let sandbox = std::env::var("SANDBOX").unwrap_or_else(|_| "on".into());
+        let options = options.chain(["--sandbox", &sandbox]);
         let Ok(cli::Cli { command: Command::Run(args) }) = cli::parse(options.map(Into::into))
         else {
             panic!("halt mode {halt}, window {window_ns}: not as `pollux run` takes them")
         };
         let config = VmConfig::new(&args).unwrap_or_else(|why| panic!("{why}"));
-        let mut built = builder::build(&config, false).unwrap_or_else(|why| panic!("{why}"));
+        let no_disks = Starter::default().orders();
+        let mut built =
+            builder::build(&config, &no_disks, false).unwrap_or_else(|why| panic!("{why}"));
+        let sandbox = Sandbox::new(&config).unwrap_or_else(|why| panic!("{why}"));
         for (word, value) in words {
             guest::store(&built.machine.memory, *word, *value);
         }
@@ -80,7 +87,7 @@ impl Running {
         let vcpu = built.vcpus.pop().expect("a vCPU");
         // The vCPU's thread inherits this.
         pin(VCPU_CPU);
-        let vcpu = vcpu.spawn(Arc::clone(&built.machine)).expect("a thread");
+        let vcpu = vcpu.spawn(Arc::clone(&built.machine), sandbox).expect("a thread");
         pin(SIGNALLER_CPU);
         let clock = MonotonicClock::new();
         Self { built: Some(built), sink, clock, vcpu: Some(vcpu), _dir: dir }

@@ -90,6 +90,8 @@ pub struct VmConfig {
     /// Where the control socket is, if there is one.
     #[serde(serialize_with = "path_as_text_if_any")]
     pub control: Option<PathBuf>,
+    /// The process is confined while the guest runs.
+    pub sandbox: bool,
 }
 
 /// `--boot`: how the kernel is entered.
@@ -222,6 +224,7 @@ impl VmConfig {
                 _ => Stats::File(path.to_owned()),
             }),
             control: args.control.clone(),
+            sandbox: units::choice("--sandbox", &args.sandbox, &[("on", true), ("off", false)])?,
         })
     }
 

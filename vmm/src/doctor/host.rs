@@ -2,11 +2,15 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::LazyLock;
 
 use io_uring::{IoUring, Probe, opcode};
 use serde::Serialize;
 
 use crate::config::reason;
+
+/// This machine and the names of KVM's modules, which stay as they are while Pollux runs.
+pub static HOST: LazyLock<(Host, Vec<String>)> = LazyLock::new(|| (Host::query(), kvm_modules()));
 
 /// The machine that would run guests.
 #[derive(Debug, Serialize)]
@@ -74,6 +78,43 @@ impl HaltPoll {
             halt_poll_ns_grow_start: number("halt_poll_ns_grow_start"),
             halt_poll_ns_shrink: number("halt_poll_ns_shrink"),
         }
+    }
+}
+
+/// What `--sandbox on` can use.
+#[derive(Debug, Serialize)]
+pub(super) struct Confinement {
+    /// The kernel can trap system calls (seccomp). Without it there is no sandbox.
+    pub(super) seccomp: bool,
+    /// The version of Landlock's interface. `None`: there is none, and files are not restricted.
+    pub(super) landlock_abi: Option<i64>,
+    /// What to do about what is missing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) advice: Option<&'static str>,
+}
+
+impl Confinement {
+    pub(super) fn query() -> Self {
+        /// `LANDLOCK_CREATE_RULESET_VERSION` (`uapi/linux/landlock.h`).
+        const VERSION: libc::c_uint = 1;
+        let actions = read("/proc/sys/kernel/seccomp/actions_avail").unwrap_or_default();
+        let seccomp = actions.split(' ').any(|action| action == "trap");
+        let (nothing, length) = (std::ptr::null::<libc::c_void>(), 0usize);
+        // SAFETY: asked for the version, the call takes no memory.
+        let abi =
+            unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, nothing, length, VERSION) };
+        let landlock_abi = (abi > 0).then_some(abi);
+        let advice = match (seccomp, landlock_abi) {
+            (false, _) => {
+                Some("use a kernel with CONFIG_SECCOMP_FILTER, or run with --sandbox off")
+            }
+            (true, None) => Some(
+                "use a kernel of 5.13 or later with CONFIG_SECURITY_LANDLOCK, and have landlock in \
+                 its lsm= parameter",
+            ),
+            (true, Some(_)) => None,
+        };
+        Self { seccomp, landlock_abi, advice }
     }
 }
 

@@ -19,7 +19,7 @@ use crate::cli::DoctorArgs;
 use crate::config::{ConfigError, one_line, reason};
 use capabilities::{Capability, Need};
 use halt::HaltMode;
-use host::{HaltPoll, Host, Uring};
+use host::{Confinement, HaltPoll, Host, Uring};
 use tiny::{Outcome, TinyRun};
 
 /// The version of the JSON's layout: it changes when a field changes its meaning or goes away.
@@ -55,6 +55,7 @@ struct Report {
     kvm: KvmReport,
     halt_poll: HaltPoll,
     io_uring: Uring,
+    sandbox: Confinement,
 }
 
 /// Something that keeps stock guests from running.
@@ -126,6 +127,7 @@ impl Report {
             kvm,
             halt_poll: HaltPoll::query(),
             io_uring: Uring::query(),
+            sandbox: Confinement::query(),
         }
     }
 }
@@ -187,6 +189,7 @@ impl fmt::Display for Report {
         write!(f, "{}", self.kvm)?;
         writeln!(f, "halt_poll  {}", self.halt_poll)?;
         writeln!(f, "io_uring   {}", self.io_uring)?;
+        writeln!(f, "sandbox    {}", self.sandbox)?;
         if !self.kvm.capabilities.is_empty() {
             writeln!(f, "\nCapabilities")?;
         }
@@ -272,6 +275,17 @@ impl fmt::Display for HaltPoll {
             })
             .collect();
         write!(f, "{} (parameters of the module kvm)", shown.join(", "))
+    }
+}
+
+impl fmt::Display for Confinement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seccomp = if self.seccomp { "seccomp" } else { "no seccomp" };
+        match self.landlock_abi {
+            Some(abi) => write!(f, "{seccomp}, Landlock {abi}")?,
+            None => write!(f, "{seccomp}, no Landlock")?,
+        }
+        self.advice.map_or(Ok(()), |advice| write!(f, "; what to do: {advice}"))
     }
 }
 

@@ -97,7 +97,7 @@ impl KickTimer {
         let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
         event.sigev_notify = libc::SIGEV_THREAD_ID;
         event.sigev_signo = SIGRTMIN();
-        event.sigev_notify_thread_id = crate::affinity::current_tid();
+        event.sigev_notify_thread_id = devices::affinity::current_tid();
         let mut timer = std::ptr::null_mut();
         // SAFETY: both pointers are to live locals; the call fills `timer` or fails.
         let status = unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut timer) };

@@ -5,16 +5,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::thread::{self, JoinHandle};
 
-use devices::GuestMemory;
 use devices::bus::{MmioBus, PioBus};
 use devices::virtio::stats::Counter;
+use devices::{GuestMemory, affinity};
 use kvm_bindings::kvm_run;
 use kvm_ioctls::{VcpuExit, VcpuFd};
 
 use super::user::{Entry, UserApic};
 use super::{emulation, halt, kick};
-use crate::affinity;
 use crate::lifecycle::{End, Lifecycle};
+use crate::sandbox::{Kind, Sandbox};
 use crate::stats::sample::Sample;
 
 /// Exits that reached userspace, by reason. KVM's own `exits` statistic counts all others too.
@@ -80,12 +80,13 @@ impl Vcpu {
     ///
     /// # Errors
     /// The host refused a thread.
-    pub fn spawn(mut self, machine: Arc<Machine>) -> io::Result<JoinHandle<()>> {
+    pub fn spawn(mut self, machine: Arc<Machine>, sandbox: Sandbox) -> io::Result<JoinHandle<()>> {
         let wake = self.user.as_ref().map(|user| Arc::clone(&user.wake));
         let name = format!("vcpu{}", self.index);
         let thread = thread::Builder::new().name(name).spawn(move || {
             self.tid.store(affinity::current_tid(), Ordering::Relaxed);
-            if let Some(end) = self.pin().or_else(|| self.run(&machine)) {
+            let end = self.pin().or_else(|| self.confine(&sandbox)).or_else(|| self.run(&machine));
+            if let Some(end) = end {
                 machine.lifecycle.finish(end);
             }
             // The thread's cost is read from /proc, which forgets a thread that has ended.
@@ -104,6 +105,11 @@ impl Vcpu {
         let cpu = self.pin_cpu?;
         let error = affinity::pin_current_thread(cpu).err()?;
         Some(self.failed(&format!("cannot be pinned to CPU {cpu}: {error}")))
+    }
+
+    fn confine(&self, sandbox: &Sandbox) -> Option<End> {
+        let error = sandbox.enter(Kind::Vcpu).err()?;
+        Some(self.failed(&format!("has no sandbox: {error}")))
     }
 
     /// Runs the guest until it ends (`Some`) or Pollux stops it (`None`).
