@@ -95,6 +95,8 @@ const COMMON: &[Call] = &[
     any(libc::SYS_write),
     any(libc::SYS_writev),
     any(libc::SYS_close),
+    // A debug build looks whether what it closes is open.
+    one_of(libc::SYS_fcntl, 1, &[libc::F_GETFD as u64]),
     any(libc::SYS_brk),
     masked(libc::SYS_mmap, 2, NOT_EXECUTABLE, 0),
     masked(libc::SYS_mprotect, 2, NOT_EXECUTABLE, 0),
@@ -140,7 +142,7 @@ const VCPU: &[Call] = &[
         ],
     ),
     any(libc::SYS_eventfd2),
-    one_of(libc::SYS_fcntl, 1, &[libc::F_DUPFD_CLOEXEC as u64, libc::F_GETFD as u64]),
+    one_of(libc::SYS_fcntl, 1, &[libc::F_DUPFD_CLOEXEC as u64]),
     // A mark takes a snapshot of the statistics: KVM's, and the threads' from /proc.
     any(libc::SYS_pread64),
     masked(libc::SYS_openat, 2, NOT_READ_ONLY, 0),
