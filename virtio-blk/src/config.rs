@@ -78,6 +78,10 @@ pub struct BlkConfig {
     pub event_idx: bool,
     /// Offer `VIRTIO_F_RING_PACKED`.
     pub packed: bool,
+    /// The logical block size in bytes, 512 or 4096; `None`: 512 for a file, a block device's own.
+    pub block_bytes: Option<u32>,
+    /// Take the file for a raw image even if it looks like one of another format.
+    pub raw: bool,
     /// The longest time in nanoseconds a worker polls before it sleeps; 0: it never polls.
     pub io_poll_ns: u32,
     /// The host CPU each queue's worker is bound to; queues past the end are not bound.
@@ -99,6 +103,8 @@ impl Default for BlkConfig {
             serial: String::new(),
             event_idx: true,
             packed: false,
+            block_bytes: None,
+            raw: false,
             io_poll_ns: 0,
             pin_cpus: Vec::new(),
         }
@@ -112,6 +118,8 @@ impl BlkConfig {
     pub const QUEUE_SIZES: RangeInclusive<u16> = 4..=1024;
     /// Possible numbers of queues.
     pub const QUEUES: RangeInclusive<u16> = 1..=64;
+    /// Possible logical block sizes, in bytes: those that Linux and its file systems know.
+    pub const BLOCK_SIZES_BYTES: [u32; 2] = [512, 4096];
     /// The most bytes of a serial number.
     pub const SERIAL_MAX_BYTES: usize = ID_BYTES;
 
@@ -128,6 +136,10 @@ impl BlkConfig {
         if !size.is_power_of_two() || !Self::QUEUE_SIZES.contains(&size) {
             let (least, most) = Self::QUEUE_SIZES.into_inner();
             return Err(format!("queue-size={size} must be a power of two, {least} to {most}"));
+        }
+        if self.block_bytes.is_some_and(|bytes| !Self::BLOCK_SIZES_BYTES.contains(&bytes)) {
+            let [least, most] = Self::BLOCK_SIZES_BYTES;
+            return Err(format!("block-size must be {least} or {most}"));
         }
         if self.serial.len() > Self::SERIAL_MAX_BYTES {
             let most = Self::SERIAL_MAX_BYTES;

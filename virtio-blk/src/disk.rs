@@ -4,7 +4,7 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use crate::config::{BlkConfig, EngineKind, SECTOR_BYTES};
@@ -144,17 +144,29 @@ impl Disk {
 
         let size_bytes =
             size(&buffered, kind).map_err(|error| os("its size cannot be told", error))?;
-        if !size_bytes.is_multiple_of(SECTOR_BYTES) {
-            return Err(DiskError::Option {
-                path: path.to_path_buf(),
-                problem: format!("its size, {size_bytes} bytes, must be a multiple of 512"),
-            });
-        }
-        let block_bytes = match kind {
+        let option = |problem: String| DiskError::Option { path: path.to_path_buf(), problem };
+        let least_block_bytes = match kind {
             Kind::Regular => SECTOR_BYTES as u32,
             Kind::BlockDevice => block_ioctl(&buffered, libc::BLKSSZGET)
                 .map_err(|error| os("its block size cannot be told", error))?,
         };
+        let block_bytes = config.block_bytes.unwrap_or(least_block_bytes);
+        if block_bytes < least_block_bytes {
+            return Err(option(format!(
+                "block-size={block_bytes} is less than the device's own, {least_block_bytes}"
+            )));
+        }
+        if !size_bytes.is_multiple_of(u64::from(block_bytes)) {
+            return Err(option(format!(
+                "its size, {size_bytes} bytes, must be a multiple of {block_bytes}"
+            )));
+        }
+        if !config.raw && looks_like_qcow2(&buffered) {
+            return Err(unusable(
+                "is a qcow2 image, and Pollux takes raw ones; convert it with qemu-img convert -O raw, or \
+                 give format=raw if that is a raw disk's content",
+            ));
+        }
         let physical_block_bytes = match kind {
             // What the file system prefers may be its own transfer size: no block is that large.
             Kind::Regular => u32::try_from(metadata.blksize().min(4096)).unwrap_or(4096),
@@ -205,15 +217,17 @@ impl Disk {
         &self.path
     }
 
-    /// The size in bytes now.
+    /// The size in bytes now, of whole logical blocks.
     ///
     /// # Errors
     /// What the system said.
     pub fn size_bytes(&self) -> io::Result<u64> {
-        size(&self.buffered, self.kind)
+        let bytes = size(&self.buffered, self.kind)?;
+        Ok(bytes - bytes % u64::from(self.block_bytes.max(1)))
     }
 
-    /// The logical block size in bytes: 512 for a file, whatever lies beneath it.
+    /// The logical block size in bytes: 512 for a file, whatever lies beneath it, if nothing else is
+    /// asked for.
     pub(crate) fn block_bytes(&self) -> u32 {
         self.block_bytes
     }
@@ -290,6 +304,13 @@ impl Disk {
     pub(crate) fn is_block_device(&self) -> bool {
         self.kind == Kind::BlockDevice
     }
+}
+
+/// Whether it begins as images of QEMU's format do. A guest can write that to a raw disk, so this only
+/// ever refuses: what a guest wrote never says how its disk is read.
+fn looks_like_qcow2(file: &File) -> bool {
+    let mut start = [0; 4];
+    file.read_exact_at(&mut start, 0).is_ok() && start == *b"QFI\xfb"
 }
 
 fn retry(mut call: impl FnMut() -> libc::c_int) -> io::Result<()> {
@@ -433,6 +454,26 @@ mod tests {
         refused(&config(image(1000).path()), "1000 bytes, must be a multiple of 512");
         let wrong = BlkConfig { queue_size: 3, ..config(image(512).path()) };
         refused(&wrong, "queue-size=3");
+    }
+
+    #[test]
+    fn a_block_size_holds_for_size_and_transfers_or_is_refused() {
+        let with = |path: &Path, bytes| BlkConfig { block_bytes: Some(bytes), ..config(path) };
+        refused(&with(image(5 * 512).path(), 4096), "2560 bytes, must be a multiple of 4096");
+        refused(&with(image(4096).path(), 1024), "block-size must be 512 or 4096");
+        let file = image(2 * 4096);
+        let disk = Disk::open(&with(file.path(), 4096)).unwrap();
+        assert_eq!((disk.block_bytes(), disk.physical_block_bytes()), (4096, 4096));
+        file.as_file().set_len(3 * 4096 + 512).unwrap();
+        assert_eq!(disk.size_bytes().unwrap(), 3 * 4096, "whole blocks");
+    }
+
+    #[test]
+    fn an_image_of_another_format_is_no_raw_disk_unless_that_is_said() {
+        let file = image(4096);
+        file.as_file().write_all_at(b"QFI\xfb", 0).unwrap();
+        refused(&config(file.path()), "qemu-img convert -O raw");
+        Disk::open(&BlkConfig { raw: true, ..config(file.path()) }).unwrap();
     }
 
     #[test]

@@ -79,7 +79,8 @@ pub struct RunArgs {
     /// moves no data), direct=on|off (O_DIRECT, default off), cache=writeback|writethrough (default
     /// writeback), discard=on|off (default on), serial=STR (at most 20 bytes of ASCII),
     /// event-idx=on|off (VIRTIO_F_EVENT_IDX, default on), packed=on|off (packed virtqueues, default
-    /// off).
+    /// off), block-size=512|4096 (default 512 for a file, a block device's own), format=raw (also if the
+    /// file looks like another format; there is no other).
     #[arg(long = "disk", value_name = "SPEC")]
     pub disks: Vec<String>,
 

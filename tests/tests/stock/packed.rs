@@ -12,16 +12,19 @@ const EXT4_BYTES: u64 = 112 << 20;
 
 /// The guest mounts ext4 on a packed disk, and fio writes, reads and checks a file there; the host
 /// checks the file system, and the file in it.
-fn verifies_a_file_on_ext4(release: &str, event_idx: bool, options: &[&str]) {
+fn verifies_a_file_on_ext4(release: &str, event_idx: bool, block_bytes: u32, options: &[&str]) {
     let guest = guest("vmlinuz", release).args(options);
     let disk = new_file(guest.dir(), "ext4", EXT4_BYTES);
     let written = guest.dir().join("written");
     let path = disk.to_str().expect("a plain path");
     host("mke2fs", &["-q", "-t", "ext4", path]);
     let event_idx_option = if event_idx { "on" } else { "off" };
-    let spec = format!("path={},queues=2,packed=on,event-idx={event_idx_option}", disk.display());
+    let spec = format!(
+        "path={path},queues=2,packed=on,event-idx={event_idx_option},block-size={block_bytes}"
+    );
     let command = "set -e; echo bits $(cut -c30,35,41 /sys/block/vdb/device/features); \
          echo split $(cut -c35 /sys/block/vda/device/features); \
+         echo blocks of $(cat /sys/block/vdb/queue/logical_block_size); \
          mkdir /tmp/ext4; mount -t ext4 /dev/vdb /tmp/ext4; fio-verify /tmp/ext4/written 1; \
          umount /tmp/ext4";
     let mut running = start(guest.args(["--cpus", "2", "--disk", &spec]), command);
@@ -33,6 +36,8 @@ fn verifies_a_file_on_ext4(release: &str, event_idx: bool, options: &[&str]) {
     let bits = format!("bits {}11", u8::from(event_idx));
     assert!(results.lines().any(|line| line == bits), "{bits}: {results}");
     assert!(results.lines().any(|line| line == "split 0"), "{results}");
+    let blocks = format!("blocks of {block_bytes}");
+    assert!(results.lines().any(|line| line == blocks), "{blocks}: {results}");
     host("e2fsck", &["-f", "-n", path]);
     host("debugfs", &["-R", &format!("dump /written {}", written.display()), path]);
     let blocks = verify::blocks(&fs::read(&written).expect("the file in it"));
@@ -47,15 +52,15 @@ fn verifies_a_file_on_ext4(release: &str, event_idx: bool, options: &[&str]) {
 
 #[test]
 fn packed_ext4_verifies() {
-    verifies_a_file_on_ext4("6.12", true, &[]);
+    verifies_a_file_on_ext4("6.12", true, 512, &[]);
 }
 
 #[test]
-fn packed_ext4_verifies_without_event_idx() {
-    verifies_a_file_on_ext4("6.12", false, &[]);
+fn packed_ext4_verifies_without_event_idx_and_with_blocks_of_4096_bytes() {
+    verifies_a_file_on_ext4("6.12", false, 4096, &[]);
 }
 
 #[test]
 fn packed_ext4_verifies_with_6_1_and_the_user_apic() {
-    verifies_a_file_on_ext4("6.1", true, &["--halt", "user"]);
+    verifies_a_file_on_ext4("6.1", true, 512, &["--halt", "user"]);
 }

@@ -10,7 +10,7 @@ use super::{ConfigError, files, reason};
 
 const OPTION: &str = "--disk";
 
-const KEYS: [&str; 11] = [
+const KEYS: [&str; 13] = [
     "path",
     "readonly",
     "queues",
@@ -22,11 +22,15 @@ const KEYS: [&str; 11] = [
     "serial",
     "event-idx",
     "packed",
+    "block-size",
+    "format",
 ];
 const ENGINES: [(&str, EngineKind); 3] =
     [("uring", EngineKind::Uring), ("sync", EngineKind::Sync), ("null", EngineKind::Null)];
 const CACHES: [(&str, CacheMode); 2] =
     [("writeback", CacheMode::Writeback), ("writethrough", CacheMode::Writethrough)];
+
+const BLOCK_SIZES_BYTES: [(&str, u32); 2] = [("512", 512), ("4096", 4096)];
 
 /// Parses one `--disk` value. Looks at no file: [`Disk::open`](virtio_blk::Disk::open) does.
 pub(super) fn parse(spec: &str) -> Result<BlkConfig, ConfigError> {
@@ -56,7 +60,11 @@ pub(super) fn parse(spec: &str) -> Result<BlkConfig, ConfigError> {
             "discard" => disk.discard = switch("--disk discard=", value)?,
             "serial" => disk.serial = parse_serial(value)?,
             "event-idx" => disk.event_idx = switch("--disk event-idx=", value)?,
-            _ => disk.packed = switch("--disk packed=", value)?,
+            "packed" => disk.packed = switch("--disk packed=", value)?,
+            "block-size" => {
+                disk.block_bytes = Some(choice("--disk block-size=", value, &BLOCK_SIZES_BYTES)?);
+            }
+            _ => disk.raw = choice("--disk format=", value, &[("raw", true)])?,
         }
     }
     if disk.path.as_os_str().is_empty() {
@@ -132,6 +140,7 @@ pub(super) fn serialize<S: Serializer>(
             "serial": disk.serial,
             "event_idx": disk.event_idx,
             "packed": disk.packed,
+            "block_size_bytes": disk.block_bytes,
         })
     };
     disks.iter().map(disk).collect::<Vec<_>>().serialize(serializer)
@@ -184,7 +193,8 @@ mod tests {
         let disk = parsed("path=disk.img").unwrap();
         assert_eq!(disk.path.to_str(), Some("disk.img"));
         assert!(!disk.readonly && !disk.direct && disk.discard && disk.event_idx);
-        assert!(!disk.packed);
+        assert!(!disk.packed && !disk.raw);
+        assert_eq!(disk.block_bytes, None);
         assert_eq!((disk.queues, disk.queue_size), (1, 256));
         assert_eq!((disk.engine, disk.cache), (EngineKind::Uring, CacheMode::Writeback));
         assert_eq!(disk.serial, "");
@@ -194,12 +204,13 @@ mod tests {
     fn every_key_sets_what_it_names() {
         let disk = parsed(
             "readonly=on,queues=2,queue-size=128,engine=sync,direct=on,cache=writethrough,\
-             discard=off,serial=D 1,event-idx=off,packed=on,path=a=b",
+             discard=off,serial=D 1,event-idx=off,packed=on,block-size=4096,format=raw,path=a=b",
         )
         .unwrap();
         assert_eq!(disk.path.to_str(), Some("a=b"));
         assert!(disk.readonly && disk.direct && !disk.discard && !disk.event_idx);
-        assert!(disk.packed);
+        assert!(disk.packed && disk.raw);
+        assert_eq!(disk.block_bytes, Some(4096));
         assert_eq!((disk.queues, disk.queue_size), (2, 128));
         assert_eq!((disk.engine, disk.cache), (EngineKind::Sync, CacheMode::Writethrough));
         assert_eq!(disk.serial, "D 1");

@@ -3,12 +3,14 @@
 
 use std::io;
 use std::sync::mpsc::{self, Receiver, Sender, SyncSender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::thread::{Builder, JoinHandle};
 
 use virtio_blk::StartThread;
 
 use super::{Kind, Sandbox};
+
+static TOLD: Once = Once::new();
 
 /// What a thread runs.
 type Body = Box<dyn FnOnce() + Send>;
@@ -58,8 +60,10 @@ impl Starter {
                 let sandbox = sandbox.clone();
                 let result = builder.spawn(move || match sandbox.enter(Kind::Worker) {
                     Ok(()) => body(),
-                    // Who waits for the worker's first word sees that there is none.
-                    Err(error) => devices::tell(format_args!("a worker has no sandbox: {error}")),
+                    // Who waits for the worker's first word sees that there is none, and may try for ever.
+                    Err(error) => TOLD.call_once(|| {
+                        devices::tell(format_args!("a worker has no sandbox: {error} (told once)"));
+                    }),
                 });
                 let _ = started.send(result);
             }
