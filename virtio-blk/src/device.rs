@@ -10,9 +10,10 @@ use devices::virtio::signal::DeviceSignal;
 use devices::virtio::stats::QueueCounters;
 use devices::virtio::{ActivateError, Activation, ActiveQueue, VirtioDevice};
 use halt_poll::{Params, Policy};
+use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_FLUSH};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::config::{BlkConfig, CacheMode, ConfigSpace, SECTOR_BYTES, features};
+use crate::config::{BlkConfig, CacheMode, ConfigSpace, SECTOR_BYTES, bit, features};
 use crate::disk::Disk;
 use crate::engine;
 use crate::request::Limits;
@@ -306,6 +307,10 @@ impl VirtioDevice for Block {
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let Activation { memory, features, queues, device } = activation;
+        // Who may switch the cache but cannot flush finds it off (5.2.5.1).
+        if features & bit(VIRTIO_BLK_F_CONFIG_WCE) != 0 && features & bit(VIRTIO_BLK_F_FLUSH) == 0 {
+            self.shared.writeback.store(false, Ordering::Relaxed);
+        }
         for queue in queues {
             // The one before it, if this queue was reset.
             let index = queue.index;

@@ -75,6 +75,15 @@ fn only_writeback_can_be_written_and_a_reset_restores_it() {
 }
 
 #[test]
+fn a_driver_that_switches_the_cache_but_cannot_flush_finds_it_off() {
+    let version_1 = 1 << 32;
+    for (accept, writeback) in [(F_CONFIG_WCE, 0), (F_CONFIG_WCE | F_FLUSH, 1), (F_FLUSH, 1)] {
+        let rig = Rig::with_features(on_disk(), 64, sync(), version_1 | accept);
+        assert_eq!(config(&rig, 32), [writeback], "{accept:#x}");
+    }
+}
+
+#[test]
 fn a_new_size_changes_capacity_and_generation_and_interrupts() {
     let mut rig = Rig::new(on_disk(), 64, sync());
     let (generation, disk) = (rig.block.config_generation(), rig.block.handle());

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 mod bench;
+mod coverage;
 mod demo;
 mod guest;
 mod lab;
@@ -23,6 +24,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Bench(bench::Args),
+    Coverage(coverage::Args),
     Demo(demo::Args),
     /// Make the stock guests in target/guest/ from Debian packages.
     Guest(guest::Args),
@@ -33,6 +35,7 @@ enum Command {
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Bench(args) => bench::run(&args),
+        Command::Coverage(args) => coverage::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Guest(args) => guest::run(&args),
         Command::Lab(args) => lab::run(&args),

@@ -12,6 +12,9 @@ use crate::util::{self, Context, Error, Result, bail, cargo};
 
 mod stock;
 
+#[cfg(test)]
+mod documents;
+
 /// Runs every check and test; the last line is `N passed, N failed`.
 #[derive(clap::Args)]
 pub struct Args {
