@@ -6,6 +6,7 @@
 //!   (with the raw accessors) not; [`AnyDriver`] is one of the two.
 //! * [`PciDriver`]: the driver's side of the virtio PCI transport.
 //! * [`RecordingSink`], [`Notifier`]: what the machine does with interrupts and notifications.
+//! * [`model`]: what the specifications say that a driver sees.
 //! * [`Signals`]: what a device is activated with, without a transport.
 //!
 //! Everything here panics when what it expects does not happen: a panic is a failed test.
@@ -21,6 +22,7 @@
 mod arena;
 mod driver;
 mod machine;
+pub mod model;
 mod packed;
 mod pci;
 
