@@ -471,10 +471,12 @@ fn write_zero_page(
     params.hdr.loadflags &= !CAN_USE_HEAP;
     // All three lie below 4 GiB: see the layout, and the limits of load_initrd().
     params.hdr.cmd_line_ptr = layout::CMDLINE_START as u32;
-    if let Some(initrd) = initrd {
-        params.hdr.ramdisk_image = initrd.start as u32;
-        params.hdr.ramdisk_size = (initrd.end - initrd.start) as u32;
-    }
+    // These are the boot loader's to write, also where it has nothing: what the file has there means
+    // nothing.
+    let initrd = initrd.unwrap_or_default();
+    params.hdr.ramdisk_image = initrd.start as u32;
+    params.hdr.ramdisk_size = (initrd.end - initrd.start) as u32;
+    params.hdr.setup_data = 0;
     let map = memory_map(memory);
     let mut table = params.e820_table;
     for (slot, entry) in table.iter_mut().zip(&map) {

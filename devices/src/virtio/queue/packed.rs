@@ -263,7 +263,8 @@ impl Packed {
         }
         self.next_used = at.advanced(descriptors, self.size);
         self.held -= descriptors;
-        self.unpublished += descriptors;
+        // Without a bound only with a driver that reuses descriptors it was not given back.
+        self.unpublished = self.unpublished.saturating_add(descriptors);
     }
 
     #[inline]

@@ -211,6 +211,21 @@ fn the_zero_page_holds_header_command_line_initrd_memory_map_and_rsdp() {
 }
 
 #[test]
+fn what_a_boot_loader_is_to_write_does_not_come_from_the_file() {
+    let memory = memory(64 * MIB);
+    let file = setup_header {
+        ramdisk_image: 0x1234_5000,
+        ramdisk_size: 0x1000,
+        setup_data: 0x9000,
+        ..header()
+    };
+    Boot::new(&memory, bzimage(file)).load().unwrap();
+    let header = zero_page(&memory).hdr;
+    let (image, size, data) = (header.ramdisk_image, header.ramdisk_size, header.setup_data);
+    assert_eq!((image, size, data), (0, 0, 0));
+}
+
+#[test]
 fn the_initrd_goes_as_high_as_the_kernel_and_the_hole_allow() {
     for (memory_bytes, initrd_addr_max, start) in [
         (128 * MIB, 0x7fff_ffff, 128 * MIB - 4096),

@@ -43,6 +43,25 @@ fn a_chain_longer_than_the_queue_breaks_it() {
 }
 
 #[test]
+fn more_descriptors_than_a_queue_has_may_come_back_between_two_publications() {
+    // A driver that does not wait for them: more than 16 bits count, in the largest queue.
+    const LARGEST: u16 = 32768;
+    let memory = testkit::memory(1 << 20);
+    let driver = PackedDriver::new(&memory, RINGS, LARGEST, 0);
+    let mut queue = driver.device_queue();
+    let mut chain = Chain::new();
+    for available in [AVAIL, USED, AVAIL] {
+        for slot in 0..LARGEST {
+            let next = if slot + 1 < LARGEST { NEXT } else { 0 };
+            driver.write_descriptor(slot, RawPacked { len_bytes: 0, ..buf(available | next) });
+        }
+        assert_eq!(queue.pop(&mut chain), Ok(true));
+        queue.push(chain.head(), 0);
+    }
+    assert!(queue.publish());
+}
+
+#[test]
 fn descriptors_that_the_device_holds_cannot_be_made_available() {
     let (driver, mut queue, _, memory) = setup_packed(SIZE, 0);
     let mut chain = Chain::new();
