@@ -7,6 +7,7 @@ use clap::{Parser, Subcommand};
 mod bench;
 mod coverage;
 mod demo;
+mod fuzz;
 mod guest;
 mod lab;
 mod measure;
@@ -26,6 +27,7 @@ enum Command {
     Bench(bench::Args),
     Coverage(coverage::Args),
     Demo(demo::Args),
+    Fuzz(fuzz::Args),
     /// Make the stock guests in target/guest/ from Debian packages.
     Guest(guest::Args),
     Lab(lab::Args),
@@ -37,6 +39,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(&args),
         Command::Coverage(args) => coverage::run(&args),
         Command::Demo(args) => demo::run(&args),
+        Command::Fuzz(args) => fuzz::run(&args),
         Command::Guest(args) => guest::run(&args),
         Command::Lab(args) => lab::run(&args),
         Command::Test(args) => test::run(&args),

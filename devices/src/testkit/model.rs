@@ -183,10 +183,9 @@ impl CommonModel {
             0x15 => (CONFIG_GENERATION, generation.into()),
             0x16..0x18 => (QUEUE_SELECT, self.queue_select.into()),
             0x18..0x1a => (QUEUE_SIZE, field(|queue| queue.config.size.into())),
-            0x1a..0x1c => (
-                QUEUE_MSIX_VECTOR,
-                queue.map_or(NO_VECTOR.into(), |queue| queue.vector.into()),
-            ),
+            0x1a..0x1c => {
+                (QUEUE_MSIX_VECTOR, queue.map_or(NO_VECTOR.into(), |queue| queue.vector.into()))
+            }
             0x1c..0x1e => (QUEUE_ENABLE, field(|queue| queue.enabled.into())),
             0x1e..0x20 => (QUEUE_NOTIFY_OFF, queue.map_or(0, |_| self.queue_select.into())),
             0x20..0x28 => (QUEUE_DESC, field(|queue| queue.config.desc)),

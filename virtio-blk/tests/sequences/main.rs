@@ -11,7 +11,7 @@ mod world;
 
 use proptest::prelude::*;
 use virtio_blk::EngineKind;
-use world::{QUEUES, QUEUE_SIZE, SECTORS, World};
+use world::{QUEUE_SIZE, QUEUES, SECTORS, World};
 
 /// Of sequences, if `POLLUX_CASES` does not say.
 const CASES: u32 = 48;

@@ -16,7 +16,7 @@ use tempfile::NamedTempFile;
 use virtio_blk::{BlkConfig, Block, BlockHandle, Disk, EngineKind};
 
 use crate::rig::{
-    GET_ID, IN, IOERR, OK, OUT, FLUSH, SECTOR, UNSUPP, UNTOUCHED, WRITE_ZEROES, contents, header,
+    FLUSH, GET_ID, IN, IOERR, OK, OUT, SECTOR, UNSUPP, UNTOUCHED, WRITE_ZEROES, contents, header,
     on_disk, on_tmpfs, segment,
 };
 use crate::{Request, Step, Then};
@@ -400,9 +400,7 @@ impl World {
     fn add(&mut self, driver: &mut AnyDriver, request: Request, indirect: bool) -> Sent {
         let (kind, sector, out, data_bytes) = match request {
             Request::Read { sector, sectors } => (IN, sector, Vec::new(), sectors * SECTOR),
-            Request::Write { sector, sectors, fill } => {
-                (OUT, sector, written(sectors, fill), 0)
-            }
+            Request::Write { sector, sectors, fill } => (OUT, sector, written(sectors, fill), 0),
             Request::WriteZeroes { sector, sectors } => {
                 (WRITE_ZEROES, 0, segment(sector as u64, sectors as u32, 0), 0)
             }
