@@ -22,6 +22,8 @@ const INTERESTING: [u64; 18] =
 /// A target.
 pub type Target = fn(&[u8]);
 
+type Note = Box<dyn FnMut(&[u8])>;
+
 /// Random numbers (SplitMix64), the same for the same seed.
 pub struct Random(u64);
 
@@ -32,7 +34,7 @@ impl Random {
     }
 
     /// 64 random bits.
-    pub fn next(&mut self) -> u64 {
+    pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -42,7 +44,7 @@ impl Random {
 
     /// Less than `bound`, or 0.
     pub fn below(&mut self, bound: usize) -> usize {
-        (self.next() % bound.max(1) as u64) as usize
+        (self.bits() % bound.max(1) as u64) as usize
     }
 }
 
@@ -67,7 +69,7 @@ pub struct Engine {
     seen: Seen,
     executions: u64,
     /// Called with each input before it runs.
-    note: Box<dyn FnMut(&[u8])>,
+    note: Note,
     /// Where inputs that join the corpus are written.
     directory: Option<PathBuf>,
 }
@@ -165,10 +167,10 @@ fn mutate_once(input: &mut Vec<u8>, other: &[u8], random: &mut Random) {
     match random.below(9) {
         _ if input.is_empty() => {
             let count = 1 + random.below(256);
-            input.extend((0..count).map(|_| random.next() as u8));
+            input.extend((0..count).map(|_| random.bits() as u8));
         }
         0 => input[at] ^= 1 << random.below(8),
-        1 => input[at] = random.next() as u8,
+        1 => input[at] = random.bits() as u8,
         2 => input[at] = input[at].wrapping_add(random.below(17) as u8).wrapping_sub(8),
         3 => {
             let value = INTERESTING[random.below(INTERESTING.len())];
@@ -187,7 +189,7 @@ fn mutate_once(input: &mut Vec<u8>, other: &[u8], random: &mut Random) {
             input.splice(to..to, copy);
         }
         6 => {
-            let bytes: Vec<u8> = (0..run).map(|_| random.next() as u8).collect();
+            let bytes: Vec<u8> = (0..run).map(|_| random.bits() as u8).collect();
             input.splice(at..at, bytes);
         }
         7 => {
@@ -197,7 +199,7 @@ fn mutate_once(input: &mut Vec<u8>, other: &[u8], random: &mut Random) {
             input.splice(at..end, piece.iter().copied());
         }
         _ => {
-            let bytes = (0..run).map(|_| random.next() as u8);
+            let bytes = (0..run).map(|_| random.bits() as u8);
             input.extend(bytes);
         }
     }

@@ -114,13 +114,11 @@ fn mode_of(base: u64) -> ApicMode {
 /// Whether a software write of IA32_APIC_BASE from `old` to `new` is possible (SDM 11.12.5).
 fn base_may_change(old: u64, new: u64) -> bool {
     let legal = new >> ADDRESS_BITS == 0 && new & 0x2ff == 0;
-    let steps = match (mode_of(old), new >> 11 & 1, new >> 10 & 1) {
-        (_, 0, 1) => false,
-        (ApicMode::Disabled, 1, 1) => false,
-        (ApicMode::X2Apic, 1, 0) => false,
-        _ => true,
-    };
-    legal && steps
+    let impossible = matches!(
+        (mode_of(old), new >> 11 & 1, new >> 10 & 1),
+        (_, 0, 1) | (ApicMode::Disabled, 1, 1) | (ApicMode::X2Apic, 1, 0)
+    );
+    legal && !impossible
 }
 
 impl World {

@@ -165,7 +165,7 @@ impl World {
         let pending = table.saturating_add(16 * u64::from(vectors));
         let place = |offset| BarOffset { bar: msix_bar, offset_bytes: offset as u32 };
         let fits = pending <= u32::MAX.into()
-            && table % 8 == 0
+            && table.is_multiple_of(8)
             && pending + 8 * u64::from(vectors).div_ceil(64) <= size;
         if pending > u32::MAX.into() {
             return;

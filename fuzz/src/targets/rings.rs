@@ -263,7 +263,7 @@ impl Driver {
     /// Adds a chain, mostly as the rules are, and makes it available.
     fn add(&mut self, input: &mut Input) {
         let count = 1 + usize::from(input.u8() % 5);
-        let indirect = input.u8() % 4 == 0;
+        let indirect = input.u8().is_multiple_of(4);
         let readable = usize::from(input.u8()) % (count + 1);
         let mut descriptors = Vec::new();
         for index in 0..count {
@@ -319,7 +319,7 @@ impl Driver {
         let size = self.config.size;
         let id = input.u16();
         for &(address, len, flags) in descriptors {
-            let (slot, odd) = (self.next % size, self.next / size % 2 == 0);
+            let (slot, odd) = (self.next % size, (self.next / size).is_multiple_of(2));
             let mut available = if odd { 1 << 7 } else { 1 << 15 };
             if input.rarely(64) {
                 available = input.pick(&[0, 1 << 7, 1 << 15, 1 << 7 | 1 << 15]);
@@ -345,7 +345,7 @@ impl Driver {
         let size = u64::from(self.config.size);
         if self.format.packed {
             let flags = input.u8() % 4;
-            let event = value % (self.config.size + 1) | value & 0x8000;
+            let event = (value % (self.config.size + 1)) | (value & 0x8000);
             self.write(self.config.driver, &event.to_le_bytes());
             self.write(self.config.driver + 2, &[flags, 0]);
         } else {

@@ -141,6 +141,11 @@ impl Reference {
         Descriptor { address: word as u64, len: (word >> 64) as u32, flags, last }
     }
 
+    /// Packed: whether the wrap counter is 1 there, as in the first round.
+    fn is_odd_round(&self, position: u64) -> bool {
+        (position / self.size()).is_multiple_of(2)
+    }
+
     fn ring_descriptor(&self, index: u64) -> Descriptor {
         self.descriptor(self.config.desc + 16 * index)
     }
@@ -148,7 +153,7 @@ impl Reference {
     /// Packed: whether the descriptor at this position is available (2.8.1).
     fn is_available(&self, position: u64) -> bool {
         let flags = self.ring_descriptor(position % self.size()).flags;
-        let odd_round = position / self.size() % 2 == 0;
+        let odd_round = self.is_odd_round(position);
         (flags >> 7 & 1 != 0) == odd_round && (flags >> 15 & 1 != 0) != odd_round
     }
 
@@ -333,7 +338,7 @@ impl Reference {
             1 => false,
             2 if self.format.event_idx => {
                 let slot = u64::from(event & 0x7fff);
-                let position = |at: u64| (at % self.size(), at / self.size() % 2 == 0);
+                let position = |at: u64| (at % self.size(), self.is_odd_round(at));
                 slot >= self.size() || (old..new).any(|at| position(at) == (slot, event >> 15 != 0))
             }
             _ => true,
@@ -347,7 +352,7 @@ impl Reference {
         for (position, id, written) in waiting.into_iter().skip(newest) {
             if self.format.packed {
                 let used = self.ring_descriptor(position % self.size());
-                let odd_round = position / self.size() % 2 == 0;
+                let odd_round = self.is_odd_round(position);
                 assert_eq!((used.last, used.len), (id, written));
                 assert_eq!(used.flags >> 7 & 1 != 0, odd_round);
                 assert_eq!(used.flags >> 15 & 1 != 0, odd_round);
@@ -375,7 +380,7 @@ impl Reference {
             (false, false) => assert_eq!(self.u16_at(device), 0),
             (true, true) => {
                 let slot = (self.popped % self.size()) as u16;
-                let odd_round = self.popped / self.size() % 2 == 0;
+                let odd_round = self.is_odd_round(self.popped);
                 assert_eq!(self.u16_at(device), slot | u16::from(odd_round) << 15);
                 assert_eq!(self.u16_at(device + 2), 2);
             }
