@@ -14,7 +14,7 @@ use virtio_blk::EngineKind;
 use world::{QUEUE_SIZE, QUEUES, SECTORS, World};
 
 /// Of sequences, if `POLLUX_CASES` does not say.
-const CASES: u32 = 48;
+const CASES: u32 = 400;
 
 /// What a request asks for. Those of a batch have parts of the disk of their own.
 #[derive(Clone, Copy, Debug)]
@@ -41,8 +41,8 @@ enum Then {
 /// One step.
 #[derive(Clone, Debug)]
 enum Step {
-    /// From reset to DRIVER_OK, with all queues.
-    Start { features: u64, size: u16 },
+    /// From reset to DRIVER_OK, with all queues; the disk may get another size on the way.
+    Start { features: u64, size: u16, resize: Option<usize> },
     /// The status is written.
     Status(u8),
     /// The driver's features are written.
@@ -104,6 +104,7 @@ fn step() -> impl Strategy<Value = Step> {
         let any = 0..QUEUE_SIZE + 2;
         prop_oneof![4 => Just(QUEUE_SIZE), 3 => Just(8u16), 2 => Just(4u16), 1 => any]
     };
+    let sectors = || SECTORS / 2..2 * SECTORS;
     let statuses = vec![0u8, 1, 3, 11, 15, 11, 15, 15, 4, 12, 0x80, 0x40, 0xff];
     let then = prop_oneof![6 => Just(Then::Wait), 1 => Just(Then::ResetQueue), 1 => Just(Then::ResetDevice)];
     let data = prop_oneof![
@@ -111,7 +112,8 @@ fn step() -> impl Strategy<Value = Step> {
         1 => prop::collection::vec(any::<u8>(), 1..9),
     ];
     prop_oneof![
-        6 => (features(), size()).prop_map(|(features, size)| Step::Start { features, size }),
+        6 => (features(), size(), prop::option::weighted(0.2, sectors()))
+            .prop_map(|(features, size, resize)| Step::Start { features, size, resize }),
         3 => prop::sample::select(statuses).prop_map(Step::Status),
         1 => features().prop_map(Step::Features),
         2 => (queue(), size(), vector(), prop::bool::weighted(0.1)).prop_map(
@@ -135,7 +137,7 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (0..QUEUES + 1, vector()).prop_map(|(queue, vector)| Step::Vector { queue, vector }),
         1 => Just(Step::Isr),
         1 => any::<bool>().prop_map(Step::Map),
-        1 => (SECTORS / 2..2 * SECTORS).prop_map(Step::Resize),
+        1 => sectors().prop_map(Step::Resize),
     ]
 }
 
@@ -156,7 +158,7 @@ proptest! {
         let engine = if uring { EngineKind::Uring } else { EngineKind::Sync };
         let mut world = World::new(engine);
         // Most sequences need a device that runs.
-        world.step(&Step::Start { features: first.0, size: first.1 });
+        world.step(&Step::Start { features: first.0, size: first.1, resize: None });
         for step in &steps {
             world.step(step);
         }

@@ -114,7 +114,7 @@ impl World {
 
     pub(crate) fn step(&mut self, step: &Step) {
         match step {
-            Step::Start { features, size } => self.start(*features, *size),
+            Step::Start { features, size, resize } => self.start(*features, *size, *resize),
             Step::Status(status) => self.write(common::DEVICE_STATUS, &[*status]),
             Step::Features(features) => self.features(*features),
             Step::Configure { queue, size, vector, outside } => {
@@ -179,7 +179,7 @@ impl World {
         self.write(common::QUEUE_SELECT, &queue.to_le_bytes());
     }
 
-    fn start(&mut self, features: u64, size: u16) {
+    fn start(&mut self, features: u64, size: u16, resize: Option<usize>) {
         for status in [0, 1, 3] {
             self.write(common::DEVICE_STATUS, &[status]);
         }
@@ -203,6 +203,9 @@ impl World {
         for queue in 0..QUEUES {
             self.configure(queue, size, queue + 1, false);
             self.write(common::QUEUE_ENABLE, &[1, 0]);
+        }
+        if let Some(sectors) = resize {
+            self.resize(sectors);
         }
         self.write(common::DEVICE_STATUS, &[15]);
     }
@@ -305,7 +308,7 @@ impl World {
         }
     }
 
-    /// Rings of queues that were live; until they are made anew, nobody writes them.
+    /// Nobody writes the rings of these queues any more, if they were live.
     fn freeze_rings(&mut self, queues: std::ops::Range<u16>) {
         for queue in queues.filter(|queue| self.live.contains_key(queue)) {
             let base = RINGS + QUEUE_BYTES * u64::from(queue);
