@@ -145,7 +145,7 @@ mod tests {
     }
 
     /// What a call says, on a thread of this kind.
-    fn errno_in(kind: Kind, call: fn() -> i64) -> i32 {
+    fn errno_in(kind: Kind, call: Try) -> i32 {
         let sandbox = Sandbox::new(&config("--console off")).unwrap();
         thread::spawn(move || {
             sandbox.enter(kind).unwrap();
@@ -154,6 +154,9 @@ mod tests {
         .join()
         .unwrap()
     }
+
+    /// A system call, and what it returned.
+    type Try = fn() -> i64;
 
     const TRUE: &CStr = c"/bin/true";
 
@@ -214,7 +217,7 @@ mod tests {
 
     #[test]
     fn no_thread_does_what_no_thread_has_to() {
-        let nobody: [fn() -> i64; 6] =
+        let nobody: [Try; 6] =
             [execute, fork, make_socket, trace, map_code, type_into_the_terminal];
         for kind in [Kind::Main, Kind::Starter, Kind::Worker, Kind::Vcpu] {
             for (number, call) in nobody.into_iter().enumerate() {
@@ -226,7 +229,7 @@ mod tests {
     #[test]
     fn each_kind_does_its_own_work_and_not_the_others() {
         // What gets as far as the kernel finds no such descriptor.
-        let table: [(Kind, fn() -> i64, i32); 7] = [
+        let table: [(Kind, Try, i32); 7] = [
             (Kind::Vcpu, run_a_vcpu, libc::EBADF),
             (Kind::Vcpu, write_a_disk, libc::EPERM),
             (Kind::Vcpu, open_for_writing, libc::EPERM),
