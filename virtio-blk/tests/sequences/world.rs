@@ -558,31 +558,31 @@ impl World {
     }
 
     fn wreck(&mut self, queue: u16) {
-        if self.common.needs_reset() {
+        // The worker sends the interrupt after it has set the status. That must be seen, or it would
+        // come in the middle of a later step.
+        let vector = self.common.config_vector;
+        let unseen = self.msix.enabled
+            && self.msix.vectors.get(usize::from(vector)).is_none_or(|vector| vector.pending);
+        if self.common.needs_reset() || unseen {
             return;
         }
         let Some(mut driver) = self.live.get_mut(&queue).and_then(Option::take) else { return };
+        if !self.msix.enabled {
+            assert_eq!(self.pci.take_isr(), std::mem::take(&mut self.isr));
+        }
         driver.wreck();
         self.kick(queue);
         self.wait("DEVICE_NEEDS_RESET", |world| world.pci.status() & 64 != 0);
-        let vector = self.common.config_vector;
-        let isr = self.isr;
-        let before = self.msix.clone();
         self.needs_reset();
-        // The interrupt comes after the status.
-        if !before.enabled {
-            let mut read = isr;
-            self.wait("the configuration bit", |world| {
-                read |= world.pci.take_isr();
-                read == world.isr
-            });
-            self.isr = 0;
-        } else if vector != NO_VECTOR {
+        if self.msix.enabled {
             self.wait("the configuration interrupt", |world| {
                 let state = world.msix.vectors[usize::from(vector)];
                 world.sink.count(vector) == state.delivered
                     && world.pci.is_pending(vector) == state.pending
             });
+        } else {
+            self.wait("the configuration bit", |world| world.pci.take_isr() == world.isr);
+            self.isr = 0;
         }
     }
 
