@@ -17,7 +17,7 @@ fn verifies_a_file_on_ext4(release: &str, event_idx: bool, block_bytes: u32, opt
     let disk = new_file(guest.dir(), "ext4", EXT4_BYTES);
     let written = guest.dir().join("written");
     let path = disk.to_str().expect("a plain path");
-    host("mke2fs", &["-q", "-t", "ext4", path]);
+    host("mke2fs", &["-q", "-t", "ext4", "-b", "4096", path]);
     let event_idx_option = if event_idx { "on" } else { "off" };
     let spec = format!(
         "path={path},queues=2,packed=on,event-idx={event_idx_option},block-size={block_bytes}"
