@@ -98,9 +98,9 @@ fn run_once(
     let attend = |wanted| match (wanted, &mut control) {
         (Wanted::Control, Some(control)) => control.serve(|request| live.answer(request)),
         (Wanted::Control, None) => {}
+        // What it was is told at the end.
         (Wanted::Violation, _) => {
-            let what = sandbox.violation().map_or_else(String::new, |what| what.to_string());
-            machine.lifecycle.finish(End::Failed(what));
+            machine.lifecycle.finish(End::Failed("the sandbox was violated".into()));
         }
         (Wanted::Report, _) => {
             if let Some(target) = &live.config.stats
@@ -140,6 +140,10 @@ fn run_once(
     if !unflushed.is_empty() {
         let what = unflushed.join(", ");
         end = End::Failed(format!("cannot flush {what}; what the guest wrote last may be lost"));
+    }
+    // Whatever the guest did next: it may have ended the run in the same moment, to be left unseen.
+    if let Some(violation) = sandbox.violation() {
+        end = End::Failed(violation.to_string());
     }
     if let (Some(target), Some(last)) = (&config.stats, &last) {
         let guest = guest.lock().unwrap_or_else(PoisonError::into_inner);
