@@ -17,7 +17,7 @@ const BYTES: usize = 256;
 const VENDOR_ID: u16 = 0x00;
 const DEVICE_ID: u16 = 0x02;
 const COMMAND: u16 = 0x04;
-const STATUS: u16 = 0x06;
+pub(crate) const STATUS: u16 = 0x06;
 const REVISION: u16 = 0x08;
 const CACHE_LINE_SIZE: u16 = 0x0c;
 const SUBSYSTEM_VENDOR_ID: u16 = 0x2c;
@@ -36,6 +36,8 @@ pub const COMMAND_MEMORY: u16 = 1 << 1;
 pub const COMMAND_BUS_MASTER: u16 = 1 << 2;
 /// Command: no INTx.
 const COMMAND_INTX_DISABLE: u16 = 1 << 10;
+/// Status: the function has an INTx interrupt pending.
+pub(crate) const STATUS_INTERRUPT: u8 = 1 << 3;
 /// Status: there is a capability list.
 const STATUS_CAPABILITIES: u16 = 1 << 4;
 

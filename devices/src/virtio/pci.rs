@@ -30,7 +30,9 @@ use super::{ActivateError, Activation, ActiveQueue, NotifyBinder, VirtioDevice};
 use crate::GuestMemory;
 use crate::irq::MsiSink;
 use crate::pci::bar::Bar;
-use crate::pci::config::{BarOffset, CAPABILITY_VENDOR, ConfigError, ConfigSpace, Identity};
+use crate::pci::config::{
+    BarOffset, CAPABILITY_VENDOR, ConfigError, ConfigSpace, Identity, STATUS, STATUS_INTERRUPT,
+};
 use crate::pci::msix::{MAX_VECTORS, Msix};
 use crate::pci::{BarMapping, PciDevice};
 
@@ -398,6 +400,13 @@ impl VirtioPci {
 impl PciDevice for VirtioPci {
     fn read_config(&self, at: u16, data: &mut [u8]) {
         self.config.read(at, data);
+        // With MSI-X off, the PCI status tells what the ISR status does (4.1.4.5.1).
+        if let Some(status) = STATUS.checked_sub(at).and_then(|at| data.get_mut(usize::from(at)))
+            && !self.msix.is_enabled()
+            && self.isr.load(Ordering::SeqCst) != 0
+        {
+            *status |= STATUS_INTERRUPT;
+        }
         // A read of `pci_cfg_data` reads the BAR.
         let field = self.pci_access_data();
         let from_field = i32::from(at) - i32::from(field);

@@ -1,7 +1,8 @@
 //! The device's notifications to the driver (virtio 1.2, 2.9, 4.1.5.1 and 4.1.5.3).
 //!
 //! A signal takes no lock. With MSI-X on, it goes to the vector the driver chose; with MSI-X off,
-//! it only sets the ISR bit: this machine has no INTx lines.
+//! it only sets the ISR bit: this machine has no INTx lines. A configuration change sets its ISR bit
+//! in any case (4.1.4.5.1).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
@@ -81,6 +82,7 @@ impl DeviceSignal {
     /// Sends a configuration-change notification. The device has changed its configuration, and
     /// its generation, before.
     pub fn config_changed(&self) {
+        self.source.isr.fetch_or(ISR_CONFIG, Ordering::SeqCst);
         self.source.signal(ISR_CONFIG);
     }
 

@@ -136,7 +136,20 @@ fn a_vector_may_change_while_the_device_runs() {
         signal.signal();
         assert_eq!([0, 1, 2].map(|vector| machine.sink.count(vector)), counts);
     }
-    assert_eq!(machine.pci.take_isr(), 0, "the ISR status is for INTx");
+    assert_eq!(machine.pci.take_isr(), 0, "used buffers show there with INTx only");
+}
+
+#[test]
+fn a_configuration_change_shows_in_the_isr_status_with_msix_too() {
+    let (mut machine, _drivers) = Machine::started();
+    let signal = machine.device.state().active.as_ref().unwrap().device.clone();
+    for (vector, count) in [(0, 1), (NO_VECTOR, 1)] {
+        machine.pci.write_common(common::CONFIG_MSIX_VECTOR, &vector.to_le_bytes());
+        signal.config_changed();
+        assert_eq!(machine.sink.count(0), count);
+        assert_eq!(machine.pci.config_u16(0x06) & 8, 0, "no INTx is pending");
+        assert_eq!(machine.pci.take_isr(), 2);
+    }
 }
 
 #[test]
@@ -161,9 +174,13 @@ fn with_msix_off_the_isr_status_tells_and_a_read_clears_it() {
     pci.driver_ok();
     let state = device.state();
     let active = state.active.as_ref().unwrap();
+    assert_eq!(pci.config_u16(0x06) & 8, 0);
     active.queues[0].signal.signal();
+    assert_eq!(pci.config_u16(0x06) & 8, 8, "the interrupt status of the PCI header");
+    assert_eq!(pci.config_u32(0x04) >> 16 & 8, 8, "whatever the width");
     assert_eq!(pci.take_isr(), 1);
     assert_eq!(pci.take_isr(), 0);
+    assert_eq!(pci.config_u16(0x06) & 8, 0);
     active.device.config_changed();
     active.queues[0].signal.signal();
     assert_eq!(pci.take_isr(), 3);
