@@ -163,6 +163,12 @@ pub(crate) const fn bit(feature: u32) -> u64 {
     1 << feature
 }
 
+/// Whether writes may be cached for this driver: not for one that chooses the cache mode but cannot
+/// flush (5.2.5.2).
+pub(crate) fn may_cache(features: u64) -> bool {
+    features & bit(VIRTIO_BLK_F_CONFIG_WCE) == 0 || features & bit(VIRTIO_BLK_F_FLUSH) != 0
+}
+
 /// All features of a device with this configuration and disk (5.2.3, 6).
 pub(crate) fn features(config: &BlkConfig, disk: &Disk) -> u64 {
     let mut features = bit(VIRTIO_F_VERSION_1)

@@ -10,10 +10,9 @@ use devices::virtio::signal::DeviceSignal;
 use devices::virtio::stats::QueueCounters;
 use devices::virtio::{ActivateError, Activation, ActiveQueue, VirtioDevice};
 use halt_poll::{Params, Policy};
-use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_FLUSH};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::config::{BlkConfig, CacheMode, ConfigSpace, SECTOR_BYTES, bit, features};
+use crate::config::{BlkConfig, CacheMode, ConfigSpace, SECTOR_BYTES, features, may_cache};
 use crate::disk::Disk;
 use crate::engine;
 use crate::request::Limits;
@@ -37,11 +36,13 @@ pub(crate) struct Shared {
     tids: Mutex<Vec<i32>>,
 }
 
-/// How a driver learns that the capacity has changed. Locked while it changes, so that whoever has read
-/// a half of the new one finds the new generation too (virtio 1.2, 2.5.3).
+/// How a driver learns that the capacity has changed. Locked while it changes and while it is read for
+/// the driver.
 #[derive(Default)]
 struct Told {
     generation: u8,
+    /// The capacity has changed since the driver last read the configuration space.
+    changed: bool,
     /// While there is a driver to be told.
     signal: Option<DeviceSignal>,
     /// It changed when there was none. A driver that is starting may have read it before that.
@@ -51,6 +52,17 @@ struct Told {
 impl Shared {
     fn told(&self) -> MutexGuard<'_, Told> {
         self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The capacity for the driver, who finds a new generation if it is a new one. The generation goes
+    /// on no faster than the driver reads: it cannot have come round while half of a number was read
+    /// (virtio 1.2, 4.1.4.3.1).
+    fn read_capacity(&self) -> u64 {
+        let mut told = self.told();
+        if std::mem::take(&mut told.changed) {
+            told.generation = told.generation.wrapping_add(1);
+        }
+        self.capacity_sectors.load(Ordering::SeqCst)
     }
 }
 
@@ -129,7 +141,7 @@ impl BlockHandle {
 
     /// Looks at the size of the backing file or block device again. If it has another number of whole
     /// sectors than before, the driver sees the new capacity and a new generation, and is told by a
-    /// configuration change notification (virtio 1.2, 5.2.5.2). The backing is never changed, and a
+    /// configuration change notification (virtio 1.2, 5.2.5). The backing is never changed, and a
     /// smaller size counts as a larger one does: requests beyond it fail from now on.
     ///
     /// # Errors
@@ -140,7 +152,7 @@ impl BlockHandle {
         let sectors = shared.disk.size_bytes()? / SECTOR_BYTES;
         let before = shared.capacity_sectors.swap(sectors, Ordering::SeqCst);
         if before != sectors {
-            told.generation = told.generation.wrapping_add(1);
+            told.changed = true;
             match &told.signal {
                 Some(signal) => signal.config_changed(),
                 None => told.missed = true,
@@ -284,9 +296,9 @@ impl VirtioDevice for Block {
         self.features
     }
 
-    fn read_config(&self, offset: u64, data: &mut [u8]) {
-        let capacity_sectors = self.shared.capacity_sectors.load(Ordering::SeqCst);
-        let writeback = self.shared.writeback.load(Ordering::Relaxed);
+    fn read_config(&self, features: u64, offset: u64, data: &mut [u8]) {
+        let capacity_sectors = self.shared.read_capacity();
+        let writeback = self.shared.writeback.load(Ordering::Relaxed) && may_cache(features);
         let space = self.space.to_bytes(capacity_sectors, writeback);
         let from = usize::try_from(offset).ok().and_then(|at| space.get(at..)).unwrap_or_default();
         data.fill(0);
@@ -307,10 +319,6 @@ impl VirtioDevice for Block {
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let Activation { memory, features, queues, device } = activation;
-        // Who may switch the cache but cannot flush finds it off (5.2.5.1).
-        if features & bit(VIRTIO_BLK_F_CONFIG_WCE) != 0 && features & bit(VIRTIO_BLK_F_FLUSH) == 0 {
-            self.shared.writeback.store(false, Ordering::Relaxed);
-        }
         for queue in queues {
             // The one before it, if this queue was reset.
             let index = queue.index;

@@ -129,8 +129,6 @@ impl Worker {
         }
         self.done = done;
 
-        self.limits.capacity_sectors = self.shared.capacity_sectors.load(Ordering::Relaxed);
-        self.limits.writeback = self.shared.writeback.load(Ordering::Relaxed);
         let mut popped = 0;
         let mut now = None;
         let mut broken = Ok(());
@@ -148,6 +146,9 @@ impl Worker {
                 }
             }
             popped += 1;
+            // After the load that found the chain: what was told before it was sent holds for it.
+            self.limits.capacity_sectors = self.shared.capacity_sectors.load(Ordering::Relaxed);
+            self.limits.writeback = self.shared.writeback.load(Ordering::Relaxed);
             self.service.begin(chain.head(), *now.get_or_insert_with(Instant::now));
             pushed += usize::from(self.begin(chain));
         }

@@ -22,8 +22,12 @@ fn sync() -> BlkConfig {
 }
 
 fn config<const N: usize>(rig: &Rig, offset: u64) -> [u8; N] {
+    config_with(rig, rig.features, offset)
+}
+
+fn config_with<const N: usize>(rig: &Rig, features: u64, offset: u64) -> [u8; N] {
     let mut bytes = [0; N];
-    rig.block.read_config(offset, &mut bytes);
+    rig.block.read_config(features, offset, &mut bytes);
     bytes
 }
 
@@ -75,12 +79,15 @@ fn only_writeback_can_be_written_and_a_reset_restores_it() {
 }
 
 #[test]
-fn a_driver_that_switches_the_cache_but_cannot_flush_finds_it_off() {
-    let version_1 = 1 << 32;
-    for (accept, writeback) in [(F_CONFIG_WCE, 0), (F_CONFIG_WCE | F_FLUSH, 1), (F_FLUSH, 1)] {
-        let rig = Rig::with_features(on_disk(), 64, sync(), version_1 | accept);
-        assert_eq!(config(&rig, 32), [writeback], "{accept:#x}");
+fn a_driver_that_chooses_the_cache_mode_but_cannot_flush_finds_write_through() {
+    let mut rig = Rig::new(on_disk(), 64, sync());
+    for (features, writeback) in
+        [(0, 1), (F_FLUSH, 1), (F_CONFIG_WCE | F_FLUSH, 1), (F_CONFIG_WCE, 0)]
+    {
+        assert_eq!(config_with(&rig, features, 32), [writeback], "{features:#x}");
     }
+    rig.block.write_config(F_CONFIG_WCE, 32, &[1]);
+    assert_eq!(config_with(&rig, F_CONFIG_WCE, 32), [0], "and cannot change that");
 }
 
 #[test]
@@ -89,6 +96,7 @@ fn a_new_size_changes_capacity_and_generation_and_interrupts() {
     let (generation, disk) = (rig.block.config_generation(), rig.block.handle());
     let same = Resize { old_bytes: 64 * 512, new_bytes: 64 * 512 };
     assert_eq!(disk.rescan().unwrap(), same, "nothing changed");
+    config::<8>(&rig, 0);
     assert_eq!(rig.block.config_generation(), generation);
     assert_eq!(rig.signals.sink.count(0), 0);
     assert_eq!(rig.request(IN, 64, &[], SECTOR).status, IOERR);
@@ -97,8 +105,8 @@ fn a_new_size_changes_capacity_and_generation_and_interrupts() {
     rig.image.as_file().set_len(100 * 512 + 511).unwrap();
     assert_eq!(disk.rescan().unwrap(), Resize { new_bytes: 100 * 512, ..same });
     assert_eq!(disk.capacity_bytes(), 100 * 512);
-    assert_ne!(rig.block.config_generation(), generation);
     assert_eq!(config(&rig, 0), 100u64.to_le_bytes());
+    assert_ne!(rig.block.config_generation(), generation);
     assert_eq!(rig.signals.sink.count(0), 1, "one configuration interrupt");
     assert_eq!(rig.read(64, 36), vec![0; 36 * SECTOR]);
     assert_eq!(rig.image.as_file().metadata().unwrap().len(), 100 * 512 + 511, "as it was");
@@ -107,8 +115,8 @@ fn a_new_size_changes_capacity_and_generation_and_interrupts() {
     let generation = rig.block.config_generation();
     rig.image.as_file().set_len(8 * 512).unwrap();
     assert_eq!(disk.rescan().unwrap(), Resize { old_bytes: 100 * 512, new_bytes: 8 * 512 });
-    assert_ne!(rig.block.config_generation(), generation);
     assert_eq!(config(&rig, 0), 8u64.to_le_bytes());
+    assert_ne!(rig.block.config_generation(), generation);
     assert_eq!(rig.signals.sink.count(0), 2);
     assert_eq!(rig.request(IN, 7, &[], SECTOR).status, OK);
     assert_eq!(rig.request(IN, 8, &[], SECTOR).status, IOERR);
@@ -128,6 +136,21 @@ fn a_size_that_changes_before_the_driver_is_ready_is_told_once_it_is() {
     rig.block.reset();
     rig.restart();
     assert_eq!(rig.signals.sink.count(0), 1, "the next driver has not missed it");
+}
+
+#[test]
+fn the_generation_does_not_come_round_while_the_driver_reads() {
+    let rig = Rig::new(on_disk(), 64, sync());
+    let (disk, file) = (rig.block.handle(), rig.image.as_file());
+    let generation = rig.block.config_generation();
+    let low = config::<4>(&rig, 0);
+    // As many changes as there are generations, and an even number.
+    for turn in 0..512 {
+        file.set_len((65 + turn % 2) * 512).unwrap();
+        disk.rescan().unwrap();
+    }
+    assert_ne!(config::<4>(&rig, 0), low);
+    assert_ne!(rig.block.config_generation(), generation);
 }
 
 #[test]
@@ -154,6 +177,30 @@ fn two_halves_of_one_generation_are_of_one_capacity() {
             }
         }
     });
+}
+
+#[test]
+fn a_request_is_judged_by_the_capacity_that_was_told_before_it_was_sent() {
+    let mut rig = Rig::new(on_disk(), 512, sync());
+    for sectors in 512..532 {
+        rig.new_arena();
+        // More than one batch: when some are done, the worker is in the middle of others.
+        for _ in 0..48 {
+            let (bufs, ..) = rig.parts(IN, 0, &[], 512 * SECTOR);
+            rig.drivers[0].add(&bufs);
+        }
+        rig.publish(0);
+        rig.drivers[0].wait_used();
+        rig.image.as_file().set_len((sectors + 1) * 512).unwrap();
+        rig.block.handle().rescan().unwrap();
+        let (bufs, _, status) = rig.parts(IN, sectors, &[], SECTOR);
+        rig.drivers[0].add(&bufs);
+        rig.publish(0);
+        for _ in 0..48 {
+            rig.drivers[0].wait_used();
+        }
+        assert_eq!(testkit::read(&rig.memory, status, 1), [OK], "sector {sectors}");
+    }
 }
 
 #[test]

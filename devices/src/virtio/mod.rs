@@ -23,8 +23,9 @@ pub trait VirtioDevice: Send {
     fn queue_max_sizes(&self) -> &[u16];
     /// All features offered, bits 0 to 63, `VIRTIO_F_VERSION_1` among them.
     fn features(&self) -> u64;
-    /// Reads device configuration space. Bytes past its end read as zero.
-    fn read_config(&self, offset: u64, data: &mut [u8]);
+    /// Reads device configuration space. Bytes past its end read as zero. `features` are the
+    /// negotiated ones: none before FEATURES_OK.
+    fn read_config(&self, features: u64, offset: u64, data: &mut [u8]);
     /// Writes device configuration space; what is not writable is ignored. `features` are the
     /// negotiated ones.
     fn write_config(&mut self, features: u64, offset: u64, data: &[u8]);

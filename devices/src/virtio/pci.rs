@@ -230,7 +230,9 @@ impl VirtioPci {
                     *byte = self.isr.swap(0, Ordering::SeqCst);
                 }
             }
-            Some((Structure::Device, at)) => self.device.read_config(at, data),
+            Some((Structure::Device, at)) => {
+                self.device.read_config(self.common.features(), at, data);
+            }
             Some((Structure::MsixTable, at)) => self.msix.read_table(at, data),
             Some((Structure::MsixPending, at)) => self.msix.read_pba(at, data),
             Some((Structure::Notify, _)) | None => {}

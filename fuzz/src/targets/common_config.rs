@@ -48,7 +48,7 @@ impl VirtioDevice for Device {
     fn features(&self) -> u64 {
         OFFERED
     }
-    fn read_config(&self, offset: u64, data: &mut [u8]) {
+    fn read_config(&self, _features: u64, offset: u64, data: &mut [u8]) {
         for (byte, at) in data.iter_mut().zip(offset..) {
             *byte = at as u8 ^ 0x5a;
         }
@@ -342,6 +342,8 @@ impl World {
     }
 
     fn config_interrupt(&mut self) {
+        // With MSI-X, too.
+        self.isr |= 2;
         self.interrupt(self.common.config_vector, 2);
     }
 

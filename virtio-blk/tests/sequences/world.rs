@@ -58,6 +58,8 @@ pub(crate) struct World {
     msix: MsixModel,
     isr: u8,
     generation: u8,
+    /// The configuration has changed since it was last read.
+    changed: bool,
     /// The capacity changed while no driver was to be told.
     missed: bool,
     /// The device was activated since its last reset.
@@ -104,6 +106,7 @@ impl World {
             msix: MsixModel::new(VECTORS),
             isr: 0,
             generation: 0,
+            changed: false,
             missed: false,
             told: false,
             disk: contents(SECTORS),
@@ -593,9 +596,8 @@ impl World {
     }
 
     fn config_interrupt(&mut self) {
-        if !self.msix.enabled {
-            self.isr |= 2;
-        } else if self.common.config_vector != NO_VECTOR {
+        self.isr |= 2;
+        if self.msix.enabled && self.common.config_vector != NO_VECTOR {
             self.msix.signal(self.common.config_vector);
         }
     }
@@ -606,7 +608,7 @@ impl World {
         self.handle.rescan().unwrap();
         self.disk.resize(sectors * SECTOR, 0);
         if changes {
-            self.generation = self.generation.wrapping_add(1);
+            self.changed = true;
             if self.told {
                 self.config_interrupt();
             } else {
@@ -621,6 +623,12 @@ impl World {
         assert_eq!(registers[..], expected[..], "the common configuration");
         let capacity = u64::from_le_bytes(self.pci.read(self.pci.device_config, 0));
         assert_eq!(capacity as usize * SECTOR, self.disk.len());
+        // The generation goes on when a changed configuration is read.
+        if std::mem::take(&mut self.changed) {
+            self.generation = self.generation.wrapping_add(1);
+            let [generation] = self.pci.read(self.pci.common, common::CONFIG_GENERATION);
+            assert_eq!(generation, self.generation);
+        }
         for (index, vector) in (0..).zip(&self.msix.vectors) {
             assert_eq!(self.sink.count(index), vector.delivered, "interrupts of vector {index}");
             let message = self.msix.is_live(index).then_some(vector.message);

@@ -64,7 +64,7 @@ impl VirtioDevice for Dummy {
         OFFERED
     }
 
-    fn read_config(&self, offset: u64, data: &mut [u8]) {
+    fn read_config(&self, _features: u64, offset: u64, data: &mut [u8]) {
         let config = self.state().config;
         for (byte, at) in data.iter_mut().zip(offset..) {
             *byte = config.get(at as usize).copied().unwrap_or(0);
