@@ -64,7 +64,7 @@ const SOAK_SECONDS: u32 = 60;
 /// No sleep of 20 ms may take longer, in hundredths of a second, and each CPU must have had some.
 /// Four emulated CPUs share one here, with all that runs beside the sleeper: on a machine with other work
 /// 25 sleeps and one of 10 s were seen. A lost timer is one sleep that takes the rest of the minute.
-const LONGEST_SLEEP: u64 = 3000;
+const LONGEST_SLEEP: u64 = 1500;
 const LEAST_SLEEPS: u64 = 5;
 
 #[test]
