@@ -192,7 +192,7 @@ impl Block {
         }
     }
 
-    /// Has workers started by `start` from now on.
+    /// Has workers started by `start_thread` from now on.
     #[must_use]
     pub fn started_by(mut self, start_thread: StartThread) -> Block {
         self.start_thread = start_thread;

@@ -74,9 +74,9 @@ enum Kind {
 }
 
 /// Linux's `BLKGETSIZE64`, `_IOR(0x12, 114, size_t)`.
-const BLKGETSIZE64: libc::Ioctl = 0x8008_1272;
+pub const BLKGETSIZE64: libc::Ioctl = 0x8008_1272;
 /// Linux's `BLKDISCARD`, `_IO(0x12, 119)`.
-const BLKDISCARD: libc::Ioctl = 0x1277;
+pub const BLKDISCARD: libc::Ioctl = 0x1277;
 /// The magic number of ramfs in `statfs`, whose files never wait for a disk, as tmpfs's.
 const RAMFS_MAGIC: i64 = 0x8584_58f6;
 

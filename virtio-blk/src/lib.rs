@@ -14,4 +14,4 @@ mod worker;
 
 pub use config::{BlkConfig, CacheMode, EngineKind};
 pub use device::{Block, BlockHandle, Resize, StartThread};
-pub use disk::{Disk, DiskError};
+pub use disk::{BLKDISCARD, BLKGETSIZE64, Disk, DiskError};

@@ -94,7 +94,8 @@ fn place(path: &Path) -> Option<(Identity, OsString)> {
     }
 }
 
-fn directory_of(path: &Path) -> PathBuf {
+/// The directory that a file is in.
+pub fn directory_of(path: &Path) -> PathBuf {
     match path.parent() {
         Some(parent) if parent != Path::new("") => parent.to_owned(),
         _ => PathBuf::from("."),

@@ -17,6 +17,7 @@ use serde::{Serialize, Serializer};
 use virtio_blk::BlkConfig;
 
 pub use error::{ConfigError, one_line, reason};
+pub use files::directory_of;
 pub use halt::{Halt, HaltPoll, HostParameter};
 pub use idle::{GuestHaltPoll, GuestIdle};
 pub use pin::Pinning;

@@ -13,7 +13,7 @@ use std::{mem, thread};
 use serde_json::{Value as Json, json};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
-use crate::config::{ConfigError, reason};
+use crate::config::{ConfigError, directory_of, reason};
 
 /// Clients at a time. One more takes the place of the one that has been silent longest, so that
 /// nobody is kept out by connections that are only held.
@@ -335,8 +335,7 @@ fn address(path: &Path) -> io::Result<(libc::sockaddr_un, libc::socklen_t)> {
 
 /// A lock on the directory that `path` is in. Whoever holds it for long does not keep us.
 fn turn(path: &Path) -> Option<File> {
-    let directory = path.parent().filter(|parent| *parent != Path::new(""));
-    let directory = File::open(directory.unwrap_or(Path::new("."))).ok()?;
+    let directory = File::open(directory_of(path)).ok()?;
     for _ in 0..TURN_TRIES {
         match directory.try_lock() {
             Ok(()) => return Some(directory),

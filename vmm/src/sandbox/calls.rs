@@ -19,16 +19,8 @@ use crate::vm::VmError;
 /// A system call that a thread may make.
 #[derive(Clone, Copy)]
 pub(super) struct Call {
-    number: c_long,
+    pub(super) number: c_long,
     arguments: Arguments,
-}
-
-impl Call {
-    /// The call's number.
-    #[cfg(test)]
-    pub(super) fn number(self) -> c_long {
-        self.number
-    }
 }
 
 /// With which arguments. Pointers are never looked at: what they point to may change.
@@ -53,25 +45,18 @@ const fn masked(number: c_long, index: u8, mask: u64, value: u64) -> Call {
     Call { number, arguments: Arguments::Masked(index, mask, value) }
 }
 
-/// Memory that is mapped or changed is never executable.
-const NOT_EXECUTABLE: u64 = libc::PROT_EXEC as u64;
-/// `open` for reading, of what is there.
-const NOT_READ_ONLY: u64 = (libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC) as u64;
+/// What memory that is mapped or changed never is.
+const EXECUTABLE: u64 = libc::PROT_EXEC as u64;
+/// What an `open` for reading, of what is there, has none of.
+const WRITING: u64 = (libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC) as u64;
 /// `clone` of a thread of this process, not of a process.
 const THREAD: u64 = (libc::CLONE_THREAD | libc::CLONE_VM) as u64;
 /// The type byte of an ioctl's number, and KVM's (`uapi/asm-generic/ioctl.h`, `uapi/linux/kvm.h`).
 const IOCTL_TYPE: u64 = 0xff00;
 const KVM_TYPE: u64 = 0xae00;
 
-/// ioctl(2) requests that the C library's headers do not have.
+/// KVM's ioctl(2) requests (`uapi/linux/kvm.h`).
 mod request {
-    pub(super) const BLKDISCARD: u64 = 0x1277;
-    pub(super) const BLKGETSIZE64: u64 = 0x8008_1272;
-    pub(super) const BLKSSZGET: u64 = 0x1268;
-    pub(super) const BLKPBSZGET: u64 = 0x127b;
-    pub(super) const BLKIOMIN: u64 = 0x1278;
-    pub(super) const BLKIOOPT: u64 = 0x1279;
-    // `uapi/linux/kvm.h`.
     pub(super) const KVM_RUN: u64 = 0xae80;
     pub(super) const KVM_INTERRUPT: u64 = 0x4004_ae86;
     pub(super) const KVM_NMI: u64 = 0xae9a;
@@ -85,7 +70,6 @@ mod request {
     pub(super) const KVM_SET_GSI_ROUTING: u64 = 0x4008_ae6a;
     pub(super) const KVM_IRQFD: u64 = 0x4020_ae76;
     pub(super) const KVM_IOEVENTFD: u64 = 0x4040_ae79;
-    pub(super) const KVM_GET_STATS_FD: u64 = 0xaece;
 }
 
 /// What every thread may do: allocate, wait, wake another, read and write what is open, tell that
@@ -98,8 +82,8 @@ const COMMON: &[Call] = &[
     // A debug build looks whether what it closes is open.
     one_of(libc::SYS_fcntl, 1, &[libc::F_GETFD as u64]),
     any(libc::SYS_brk),
-    masked(libc::SYS_mmap, 2, NOT_EXECUTABLE, 0),
-    masked(libc::SYS_mprotect, 2, NOT_EXECUTABLE, 0),
+    masked(libc::SYS_mmap, 2, EXECUTABLE, 0),
+    masked(libc::SYS_mprotect, 2, EXECUTABLE, 0),
     any(libc::SYS_mremap),
     any(libc::SYS_munmap),
     any(libc::SYS_madvise),
@@ -145,7 +129,7 @@ const VCPU: &[Call] = &[
     one_of(libc::SYS_fcntl, 1, &[libc::F_DUPFD_CLOEXEC as u64]),
     // A mark takes a snapshot of the statistics: KVM's, and the threads' from /proc.
     any(libc::SYS_pread64),
-    masked(libc::SYS_openat, 2, NOT_READ_ONLY, 0),
+    masked(libc::SYS_openat, 2, WRITING, 0),
     any(libc::SYS_statx),
     any(libc::SYS_lseek),
     // The timer of a local APIC in Pollux.
@@ -162,7 +146,7 @@ const WORKER: &[Call] = &[
     any(libc::SYS_pwritev),
     any(libc::SYS_fdatasync),
     any(libc::SYS_fallocate),
-    one_of(libc::SYS_ioctl, 1, &[request::BLKDISCARD]),
+    one_of(libc::SYS_ioctl, 1, &[virtio_blk::BLKDISCARD]),
     any(libc::SYS_io_uring_setup),
     any(libc::SYS_io_uring_enter),
     any(libc::SYS_io_uring_register),
@@ -209,12 +193,9 @@ const MAIN: &[Call] = &[
             libc::FIONBIO,
             libc::TCGETS,
             libc::TCSETS,
-            request::BLKGETSIZE64,
-            request::BLKSSZGET,
-            request::BLKPBSZGET,
-            request::BLKIOMIN,
-            request::BLKIOOPT,
-            request::KVM_GET_STATS_FD,
+            virtio_blk::BLKGETSIZE64,
+            libc::BLKSSZGET,
+            libc::BLKPBSZGET,
         ],
     ),
     masked(libc::SYS_ioctl, 1, IOCTL_TYPE, KVM_TYPE),
@@ -240,8 +221,7 @@ const MAIN: &[Call] = &[
 ];
 
 /// Once more what it does before: the guest is booted anew.
-const BUILD: &[Call] =
-    &[any(libc::SYS_fstatfs), any(libc::SYS_faccessat2), any(libc::SYS_timer_create)];
+const BUILD: &[Call] = &[any(libc::SYS_fstatfs), any(libc::SYS_faccessat2)];
 
 /// The first thread's calls.
 pub(super) fn main(on_reboot: OnReboot) -> Vec<Call> {

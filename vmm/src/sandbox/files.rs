@@ -2,14 +2,15 @@
 //!
 //! What is open stays usable. A host without Landlock goes without; `pollux doctor` says so.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, PathBeneath, PathFd, Ruleset, RulesetAttr,
     RulesetCreatedAttr, RulesetError, Scope,
 };
 
-use crate::config::{Console, OnReboot, Stats, VmConfig};
+use crate::config::{Console, OnReboot, Stats, VmConfig, directory_of};
+use crate::stats::report;
 use crate::tuning;
 
 /// A file or directory, and what may be done with it and below it.
@@ -42,17 +43,17 @@ fn rights(config: &VmConfig) -> Vec<Right> {
     let tuned = if config.allow_host_tuning { write } else { BitFlags::EMPTY };
     rights.push((tuning::PARAMETERS.into(), read | AccessFs::ReadDir | tuned));
     if let Some(Stats::File(path)) = &config.stats {
-        let path = path.canonicalize().unwrap_or_else(|_| path.clone());
-        if path.exists() && !path.is_file() {
-            rights.push((path, write));
-        } else {
+        let (path, is_replaced) = report::destination(path);
+        if is_replaced {
             // It is written beside, then put in its place.
             let replace = write | AccessFs::MakeReg | AccessFs::RemoveFile;
-            rights.push((directory(&path), replace));
+            rights.push((directory_of(&path), replace));
+        } else {
+            rights.push((path, write));
         }
     }
     if let Some(path) = &config.control {
-        rights.push((directory(path), AccessFs::RemoveFile.into()));
+        rights.push((directory_of(path), AccessFs::RemoveFile.into()));
     }
     if config.on_reboot == OnReboot::Restart {
         rights.extend(
@@ -74,12 +75,4 @@ fn rights(config: &VmConfig) -> Vec<Right> {
         rights.extend(config.results.clone().map(|path| (path, write)));
     }
     rights
-}
-
-/// Where a file is.
-fn directory(path: &Path) -> PathBuf {
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
-        _ => PathBuf::from("."),
-    }
 }

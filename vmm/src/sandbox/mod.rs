@@ -44,11 +44,12 @@ pub enum Kind {
 #[derive(Clone, Default)]
 pub struct Sandbox(Option<Arc<Filters>>);
 
+/// The filters of each kind of thread, all of which a call must pass.
 struct Filters {
-    main: BpfProgram,
+    main: Vec<BpfProgram>,
     starter: Vec<BpfProgram>,
-    worker: BpfProgram,
-    vcpu: BpfProgram,
+    worker: Vec<BpfProgram>,
+    vcpu: Vec<BpfProgram>,
 }
 
 impl Sandbox {
@@ -67,10 +68,10 @@ impl Sandbox {
         // SAFETY: changes a limit of the allocator, which takes it over at any time.
         unsafe { libc::mallopt(libc::M_ARENA_MAX, libc::c_int::try_from(heaps).unwrap_or(8)) };
         let filters = Filters {
-            main: calls::filter(&calls::main(config.on_reboot))?,
+            main: vec![calls::filter(&calls::main(config.on_reboot))?],
             starter: vec![calls::filter(&calls::starter())?, calls::no_clone3()?],
-            worker: calls::filter(&calls::worker())?,
-            vcpu: calls::filter(&calls::vcpu())?,
+            worker: vec![calls::filter(&calls::worker())?],
+            vcpu: vec![calls::filter(&calls::vcpu())?],
         };
         Ok(Self(Some(Arc::new(filters))))
     }
@@ -102,10 +103,10 @@ impl Sandbox {
             capabilities::drop_all()?;
         }
         let filters = match kind {
-            Kind::Main => std::slice::from_ref(&filters.main),
+            Kind::Main => &filters.main,
             Kind::Starter => &filters.starter,
-            Kind::Worker => std::slice::from_ref(&filters.worker),
-            Kind::Vcpu => std::slice::from_ref(&filters.vcpu),
+            Kind::Worker => &filters.worker,
+            Kind::Vcpu => &filters.vcpu,
         };
         for filter in filters {
             seccompiler::apply_filter(filter).map_err(|error| match error {
@@ -245,8 +246,7 @@ mod tests {
 
     #[test]
     fn who_starts_a_thread_may_do_all_that_it_may() {
-        let numbers =
-            |calls: Vec<calls::Call>| calls.into_iter().map(|call| call.number()).collect();
+        let numbers = |calls: Vec<calls::Call>| calls.into_iter().map(|call| call.number).collect();
         let [starter, worker, vcpu, again]: [std::collections::BTreeSet<_>; 4] = [
             numbers(calls::starter()),
             numbers(calls::worker()),

@@ -3,7 +3,7 @@
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Value as Json, json};
 
@@ -101,15 +101,21 @@ pub fn write(target: &Stats, document: &Json) -> io::Result<()> {
     }
 }
 
-fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    // A link stays one; a pipe or a device is not replaced by a file.
+/// Where statistics for `path` go, and whether they take the place of what is there: a link stays one;
+/// a pipe or a device is not replaced by a file.
+pub fn destination(path: &Path) -> (PathBuf, bool) {
     let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-    let is_file = fs::symlink_metadata(&path).map_or(true, |metadata| metadata.is_file());
+    let is_replaced = fs::symlink_metadata(&path).map_or(true, |metadata| metadata.is_file());
+    (path, is_replaced)
+}
+
+fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let (path, is_replaced) = destination(path);
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(format!(".{}.tmp", std::process::id()));
     let temporary = path.with_file_name(name);
     // Where the directory takes no new file, a file that is there may still be written.
-    let Some(mut file) = is_file.then(|| File::create(&temporary).ok()).flatten() else {
+    let Some(mut file) = is_replaced.then(|| File::create(&temporary).ok()).flatten() else {
         // A FIFO that nobody reads is an error, not a hang.
         let mut options = File::options();
         options.write(true).create(true).truncate(true).custom_flags(libc::O_NONBLOCK);
