@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Instant;
 
+use devices::testkit::status::NEEDS_RESET;
 use devices::testkit::{self, AnyDriver, Buf, RawPacked};
 use devices::virtio::VirtioDevice;
 use rig::*;
@@ -15,7 +16,6 @@ const F_RO: u64 = 1 << 5;
 const F_FLUSH: u64 = 1 << 9;
 const F_CONFIG_WCE: u64 = 1 << 11;
 const F_EVENT_IDX: u64 = 1 << 29;
-const NEEDS_RESET: u8 = 0x40;
 
 fn sync() -> BlkConfig {
     BlkConfig { engine: EngineKind::Sync, ..BlkConfig::default() }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::thread;
 
 use devices::GuestMemory;
+use devices::testkit::status::NEEDS_RESET;
 use devices::testkit::{self, AnyDriver, Arena, Buf, Notifier, PciDriver, RecordingSink};
 use devices::virtio::pci::VirtioPci;
 use rig::*;
@@ -15,7 +16,6 @@ use virtio_blk::{BlkConfig, Block, BlockHandle, Disk};
 
 const SECTORS: usize = 8192;
 const BAR: u64 = 0x40_0000_0000;
-const NEEDS_RESET: u8 = 0x40;
 const SIZE: u16 = 256;
 
 struct Machine {

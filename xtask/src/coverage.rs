@@ -5,8 +5,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use serde_json::Value as Json;
-
 use crate::util::{self, Context, Result, bail, cargo, command, step};
 
 /// The crates whose lines are counted, by the tests of their own.
@@ -80,11 +78,7 @@ fn run_tests(dir: &Path, counts: &Path) -> Result<Vec<PathBuf>> {
     };
     let built = util::output_text(&mut with_counters(&["--no-run", "--message-format=json"]))?;
     util::run(&mut with_counters(&["--quiet"]))?;
-    let programs = built
-        .lines()
-        .filter_map(|line| serde_json::from_str::<Json>(line).ok())
-        .filter_map(|message| message["executable"].as_str().map(PathBuf::from));
-    Ok(programs.collect())
+    Ok(util::executables(&built).map(|(_, program)| program).collect())
 }
 
 /// Lines and how often each ran.

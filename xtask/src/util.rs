@@ -75,12 +75,16 @@ pub fn build(arguments: &[&str], name: &str) -> Result<PathBuf> {
 
 /// Where a target's program is, by cargo's messages, one a line.
 fn executable(messages: &str, name: &str) -> Option<PathBuf> {
-    let program = |line: &str| {
+    executables(messages).filter(|(target, _)| target == name).last().map(|(_, program)| program)
+}
+
+/// The targets that are programs, and where these are, by cargo's messages, one a line.
+pub fn executables(messages: &str) -> impl Iterator<Item = (String, PathBuf)> {
+    messages.lines().filter_map(|line| {
         let message: serde_json::Value = serde_json::from_str(line).ok()?;
-        let is_wanted = message.pointer("/target/name")? == name;
-        is_wanted.then(|| message.get("executable")?.as_str().map(PathBuf::from))?
-    };
-    messages.lines().filter_map(program).next_back()
+        let name = message.pointer("/target/name")?.as_str()?;
+        Some((name.to_owned(), message.get("executable")?.as_str()?.into()))
+    })
 }
 
 /// Where `cargo xtask guest` puts kernels and images.

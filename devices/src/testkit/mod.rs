@@ -6,6 +6,7 @@
 //!   (with the raw accessors) not; [`AnyDriver`] is one of the two.
 //! * [`PciDriver`]: the driver's side of the virtio PCI transport.
 //! * [`RecordingSink`], [`Notifier`]: what the machine does with interrupts and notifications.
+//! * [`status`]: the bits of the device status.
 //! * [`model`]: what the specifications say that a driver sees.
 //! * [`Signals`]: what a device is activated with, without a transport.
 //!
@@ -25,6 +26,7 @@ mod machine;
 pub mod model;
 mod packed;
 mod pci;
+pub mod status;
 
 use std::time::{Duration, Instant};
 

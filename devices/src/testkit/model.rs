@@ -3,18 +3,13 @@
 //! does not matter here.
 
 use super::common::*;
+use super::status::*;
 use crate::irq::MsiMessage;
 use crate::virtio::queue::{QueueConfig, QueueFeatures};
 
 /// `VIRTIO_MSI_NO_VECTOR` (virtio 1.2, 4.1.5.1.2).
 pub const NO_VECTOR: u16 = 0xffff;
 
-const ACKNOWLEDGE: u8 = 1;
-const DRIVER: u8 = 2;
-const DRIVER_OK: u8 = 4;
-const FEATURES_OK: u8 = 8;
-const NEEDS_RESET: u8 = 64;
-const FAILED: u8 = 128;
 const VERSION_1: u64 = 1 << 32;
 const RING_PACKED: u64 = 1 << 34;
 const RING_RESET: u64 = 1 << 40;

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::status::{ACKNOWLEDGE, DRIVER, DRIVER_OK, FEATURES_OK};
 use super::{Driver, Notifier};
 use crate::GuestMemory;
 use crate::pci::PciDevice;
@@ -13,11 +14,6 @@ const CAPABILITIES: u16 = 0x34;
 const BAR_0: u16 = 0x10;
 const VENDOR_CAPABILITY: u8 = 0x09;
 const MSIX_CAPABILITY: u8 = 0x11;
-
-const ACKNOWLEDGE: u8 = 1;
-const DRIVER: u8 = 2;
-const DRIVER_OK: u8 = 4;
-const FEATURES_OK: u8 = 8;
 
 /// Where a structure is, as its capability says (4.1.4).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -2,18 +2,11 @@
 
 use super::*;
 use crate::testkit;
+use crate::testkit::status::*;
 
 const OFFERED: u64 = 1 << VIRTIO_F_VERSION_1 | 0b1010;
 const RAM_BYTES: usize = 1 << 16;
 const GENERATION: u8 = 0x5a;
-
-/// Device status bits by the specification's numbers (2.1).
-const ACKNOWLEDGE: u8 = 1;
-const DRIVER: u8 = 2;
-const DRIVER_OK: u8 = 4;
-const FEATURES_OK: u8 = 8;
-const NEEDS_RESET: u8 = 64;
-const FAILED: u8 = 128;
 
 struct Registers {
     common: CommonConfig,

@@ -9,6 +9,7 @@ use std::sync::{Mutex, MutexGuard};
 use virtio_bindings::virtio_config::{VIRTIO_F_RING_RESET, VIRTIO_F_VERSION_1};
 
 use super::*;
+use crate::testkit::status::*;
 use crate::testkit::{self, Driver, Notifier, PciDriver, RecordingSink, common};
 
 const VERSION_1: u64 = 1 << VIRTIO_F_VERSION_1;
@@ -17,12 +18,6 @@ const MAX_SIZES: [u16; 2] = [256, 8];
 const RAM_BYTES: usize = 1 << 20;
 const RINGS: u64 = 0x1000;
 const BAR_ADDRESS: u64 = 0x40_0000_0000;
-
-const ACKNOWLEDGE: u8 = 1;
-const DRIVER: u8 = 2;
-const DRIVER_OK: u8 = 4;
-const FEATURES_OK: u8 = 8;
-const NEEDS_RESET: u8 = 64;
 
 /// What the dummy was told, and what it does.
 #[derive(Default)]
