@@ -67,6 +67,8 @@ pub struct Built {
     pub polling: Polling,
     /// The console, which takes the user's keys.
     pub console: Arc<Mutex<SerialPort>>,
+    /// The results channel, if there is one.
+    pub results: Option<Arc<Mutex<SerialPort>>>,
     /// All figures.
     pub sources: Arc<Sources>,
     /// What the guest says on the results channel.
@@ -121,7 +123,7 @@ pub fn build(
     let console = make_console(config, &interrupts, &lifecycle, reopened)?;
     let results = make_results(config, &interrupts, &sources, &guest, reopened)?;
     let pci = make_pci(disks, &vm, &interrupts, window)?;
-    let pio = make_pio(&pci, &lifecycle, Arc::clone(&console), results)?;
+    let pio = make_pio(&pci, &lifecycle, Arc::clone(&console), results.clone())?;
     let mut mmio = MmioBus::new(Arc::clone(&pci));
     mmio.insert(layout::ECAM_START, layout::ECAM_BYTES, shared(Ecam(pci)))
         .map_err(machine_error)?;
@@ -131,7 +133,7 @@ pub fn build(
 
     let stop = AtomicBool::new(false);
     let machine = Arc::new(Machine { pio, mmio, memory: vm.memory, lifecycle, stop });
-    Ok(Built { machine, vcpus, interrupts, polling, console, sources, guest })
+    Ok(Built { machine, vcpus, interrupts, polling, console, results, sources, guest })
 }
 
 fn shared<T: BusDevice + 'static>(device: T) -> Arc<Mutex<dyn BusDevice>> {
@@ -224,12 +226,13 @@ fn make_results(
     sources: &Arc<Sources>,
     report: &Arc<Mutex<GuestReport>>,
     reopened: bool,
-) -> Result<Option<SerialPort>, BuildError> {
+) -> Result<Option<Arc<Mutex<SerialPort>>>, BuildError> {
     let Some(path) = &config.results else { return Ok(None) };
     let sink = open_output("--results", path, reopened)?;
     let irq = interrupts.line(layout::COM2_GSI).map_err(host_error("connect COM2's interrupt"))?;
     let watcher = ChannelWatcher { sources: Arc::clone(sources), report: Arc::clone(report) };
-    Ok(Some(SerialPort::new(irq, Box::new(sink)).watched_by(Box::new(watcher))))
+    let port = SerialPort::new(irq, Box::new(sink)).watched_by(Box::new(watcher));
+    Ok(Some(Arc::new(Mutex::new(port))))
 }
 
 /// Opens a file the guest's output goes to: new, or at its end after a restart.
@@ -279,7 +282,7 @@ fn make_pio(
     pci: &Arc<PciRoot>,
     lifecycle: &Arc<Lifecycle>,
     console: Arc<Mutex<SerialPort>>,
-    results: Option<SerialPort>,
+    results: Option<Arc<Mutex<SerialPort>>>,
 ) -> Result<PioBus, VmError> {
     let life = Arc::clone(lifecycle);
     let events: PowerSink = Arc::new(move |event| life.power_event(event));
@@ -287,7 +290,7 @@ fn make_pio(
     let mut insert = |start, ports, device| pio.insert(start, ports, device).map_err(machine_error);
     insert(layout::COM1_PORT, serial::PORTS, console)?;
     if let Some(results) = results {
-        insert(layout::COM2_PORT, serial::PORTS, shared(results))?;
+        insert(layout::COM2_PORT, serial::PORTS, results)?;
     }
     insert(power::I8042_PORT, 1, shared(I8042(Arc::clone(&events))))?;
     insert(

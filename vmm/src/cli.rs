@@ -248,6 +248,12 @@ pub enum CtlCommand {
         #[arg(value_name = "NAME=VALUE", required = true)]
         parameters: Vec<String>,
     },
+    /// Send a line to the guest, which reads it from its second serial port (ttyS1, with --results).
+    Send {
+        /// What to send; the end of the line is added.
+        #[arg(allow_hyphen_values = true)]
+        line: String,
+    },
     /// End the guest at once, in order, as SIGTERM does: disks are flushed.
     Stop,
 }

@@ -4,11 +4,9 @@
 use std::io;
 use std::mem;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::sync::Mutex;
 use std::time::Duration;
 
-use devices::serial::SerialPort;
-
+use crate::input::PortInput;
 use crate::lifecycle::{End, Lifecycle};
 use crate::terminal::{Escape, Typed};
 
@@ -21,7 +19,7 @@ const ENDING: [(libc::c_int, &str); 4] = [
     (libc::SIGHUP, "SIGHUP"),
     (libc::SIGQUIT, "SIGQUIT"),
 ];
-/// How soon keys are offered again to a serial port that was full.
+/// How soon input is offered again to a serial port that was full.
 const RETRY: Duration = Duration::from_millis(2);
 
 /// Whether whoever started us has this signal ignored, as `nohup` has SIGHUP: then it stays so.
@@ -99,13 +97,12 @@ enum Signal {
 #[derive(Default)]
 struct Keys {
     escape: Escape,
-    waiting: Vec<u8>,
     closed: bool,
 }
 
 impl Keys {
-    /// Reads what was typed; `false`: the user leaves.
-    fn read(&mut self) -> bool {
+    /// Reads what was typed, for `console`; `false`: the user leaves.
+    fn read(&mut self, console: &PortInput) -> bool {
         let mut bytes = [0; 256];
         // Not `io::stdin()`: what its buffer holds, poll does not see.
         // SAFETY: the buffer is as long as said.
@@ -113,23 +110,13 @@ impl Keys {
         match usize::try_from(got) {
             Ok(0) => self.closed = true,
             Ok(count) => match self.escape.filter(bytes.get(..count).unwrap_or_default()) {
-                Typed::Guest(bytes) => self.waiting.extend(bytes),
+                // It is empty, or nobody would read.
+                Typed::Guest(bytes) => _ = console.push(&bytes),
                 Typed::Leave => return false,
             },
             Err(_) => self.closed = io::Error::last_os_error().kind() != io::ErrorKind::Interrupted,
         }
         true
-    }
-
-    /// Hands the serial port as much as it takes.
-    fn offer(&mut self, console: &Mutex<SerialPort>) {
-        // A vCPU that waits for the reader of its output has the port: later, then.
-        if !self.waiting.is_empty()
-            && let Ok(mut console) = console.try_lock()
-        {
-            let taken = console.enqueue(&self.waiting);
-            self.waiting.drain(..taken.min(self.waiting.len()));
-        }
     }
 }
 
@@ -144,8 +131,15 @@ pub enum Wanted {
     Violation,
 }
 
-/// Waits until the run has ended, passing keys to `console` (if it is on stdio) meanwhile, and
-/// calling `attend` when something is wanted. The first of `wakes` is readable when the control
+/// The guest's serial ports, as far as there is input for them.
+pub struct Inputs<'a> {
+    /// The console, if it is on stdio: takes the user's keys.
+    pub console: Option<&'a PortInput>,
+    /// The results channel: takes lines of the control socket.
+    pub results: Option<&'a PortInput>,
+}
+
+/// Waits until the run has ended, passing input to the guest's serial ports meanwhile, and calling `attend` when something is wanted. The first of `wakes` is readable when the control
 /// socket is to be served, the second when the sandbox was violated; negative ones never are.
 ///
 /// # Errors
@@ -153,15 +147,16 @@ pub enum Wanted {
 pub fn wait(
     lifecycle: &Lifecycle,
     signals: &Signals,
-    console: Option<&Mutex<SerialPort>>,
+    inputs: &Inputs<'_>,
     [control, violation]: [RawFd; 2],
     mut attend: impl FnMut(Wanted),
 ) -> io::Result<End> {
     let mut keys = Keys::default();
     loop {
-        let listen = console.is_some() && !keys.closed && keys.waiting.is_empty();
+        let listen = inputs.console.filter(|console| !keys.closed && console.is_empty()).is_some();
         let stdin = if listen { libc::STDIN_FILENO } else { -1 };
-        let retry = (!keys.waiting.is_empty()).then_some(RETRY);
+        let ports = [inputs.console, inputs.results].into_iter().flatten();
+        let retry = ports.clone().any(|port| !port.is_empty()).then_some(RETRY);
         let fds = [lifecycle.wake().as_raw_fd(), signals.0.as_raw_fd(), stdin, control, violation];
         let ready = poll(fds, retry)?;
         match ready[1].then(|| signals.next()).flatten() {
@@ -169,7 +164,10 @@ pub fn wait(
             Some(Signal::Report) => attend(Wanted::Report),
             None => {}
         }
-        if ready[2] && !keys.read() {
+        if ready[2]
+            && let Some(console) = inputs.console
+            && !keys.read(console)
+        {
             lifecycle.finish(End::Stopped("the user (Ctrl-A x)".into()));
         }
         if ready[3] {
@@ -178,9 +176,7 @@ pub fn wait(
         if ready[4] {
             attend(Wanted::Violation);
         }
-        if let Some(console) = console {
-            keys.offer(console);
-        }
+        ports.for_each(PortInput::offer);
         // Last, so that a guest which has always just ended does not keep a signal from being seen.
         if let Some(end) = lifecycle.ended() {
             return Ok(end);

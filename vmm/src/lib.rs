@@ -8,6 +8,7 @@ pub mod config;
 pub mod control;
 pub mod doctor;
 pub mod events;
+pub mod input;
 pub mod irq;
 pub mod lifecycle;
 pub mod memory;

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::Path;
 use std::sync::atomic::Ordering;
-use std::sync::{LazyLock, PoisonError};
+use std::sync::{Arc, LazyLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,8 @@ use crate::config::{Console, OnReboot, Stats, VmConfig};
 use crate::control::commands::Live;
 use crate::control::server::Server;
 use crate::doctor::host::HOST;
-use crate::events::{self, Signals, Wanted};
+use crate::events::{self, Inputs, Signals, Wanted};
+use crate::input::PortInput;
 use crate::lifecycle::End;
 use crate::sandbox::{Kind, Sandbox, Starter};
 use crate::stats::{report, sample};
@@ -66,7 +67,7 @@ fn run_once(
     tuning: &HostTuning,
     sandbox: &Sandbox,
 ) -> Result<End, VmError> {
-    let Built { machine, vcpus, console, sources, guest, polling, .. } = built;
+    let Built { machine, vcpus, console, results, sources, guest, polling, .. } = built;
     let stdio = config.console == Console::Stdio;
     let terminal =
         stdio.then(RawTerminal::enter).transpose().map_err(host_error("set the terminal"))?;
@@ -87,11 +88,14 @@ fn run_once(
         sample::ask(&sources.vcpus, kick_all);
         sources.snapshot()
     };
+    let keys = stdio.then(|| PortInput::new(Arc::clone(&console)));
+    let lines = results.map(PortInput::new);
     let mut live = Live {
         config,
         sources: &sources,
         guest: &guest,
         lifecycle: &machine.lifecycle,
+        results: lines.as_ref(),
         polling: &polling,
         tuning,
         snapshot: &snapshot,
@@ -114,7 +118,8 @@ fn run_once(
     };
     let waited = entered.and_then(|()| {
         let wakes = [wake.unwrap_or(-1), sandbox.wake()];
-        events::wait(&machine.lifecycle, signals, stdio.then_some(&*console), wakes, attend)
+        let inputs = Inputs { console: keys.as_ref(), results: lines.as_ref() };
+        events::wait(&machine.lifecycle, signals, &inputs, wakes, attend)
     });
     let last = config.stats.is_some().then(snapshot);
 
@@ -128,7 +133,7 @@ fn run_once(
         console.lock().unwrap_or_else(PoisonError::into_inner).flush();
         // The last owner: devices go, which drains what is in flight.
         drop(machine);
-        drop(console);
+        drop((console, keys, lines));
     } else {
         devices::tell("a vCPU does not stop, for nobody takes its output or its disk hangs");
     }

@@ -80,6 +80,7 @@ fn request(command: &CtlCommand) -> Result<Json, ConfigError> {
             }
             json!({ "command": "set", "parameters": found })
         }
+        CtlCommand::Send { line } => json!({ "command": "send", "line": line }),
         CtlCommand::Stop => json!({ "command": "stop" }),
     })
 }

@@ -9,6 +9,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value as Json, json};
 
 use crate::config::{HostParameter, VmConfig, one_line, reason};
+use crate::input::PortInput;
 use crate::lifecycle::{End, Lifecycle};
 use crate::stats::channel::GuestReport;
 use crate::stats::{Snapshot, Sources, report};
@@ -23,6 +24,7 @@ enum Request {
     Stats {},
     Resize { disk: String },
     Set { parameters: BTreeMap<String, Json> },
+    Send { line: String },
     Stop {},
 }
 
@@ -34,6 +36,8 @@ pub struct Live<'a> {
     pub sources: &'a Sources,
     /// What the guest has reported.
     pub guest: &'a Mutex<GuestReport>,
+    /// The results channel, if there is one.
+    pub results: Option<&'a PortInput>,
     /// How it ends.
     pub lifecycle: &'a Lifecycle,
     /// Who polls for its halted vCPUs.
@@ -70,6 +74,7 @@ impl Live<'_> {
             Request::Stats {} => json!({ "stats": self.stats() }),
             Request::Resize { disk } => self.resize(&disk)?,
             Request::Set { parameters } => self.set(&parameters)?,
+            Request::Send { line } => self.send(&line)?,
             Request::Stop {} => {
                 self.lifecycle.finish(End::Stopped("the control socket".into()));
                 json!({ "state": "stopping" })
@@ -119,6 +124,19 @@ impl Live<'_> {
             "old_capacity_bytes": sizes.old_bytes,
             "new_capacity_bytes": sizes.new_bytes,
         }))
+    }
+
+    /// A line for the guest, on the second serial port. It is sent as the guest reads.
+    fn send(&self, line: &str) -> Result<Json, String> {
+        let results =
+            self.results.ok_or("send: this guest has no second serial port (--results PATH)")?;
+        if line.contains('\n') {
+            return Err("send: more than one line".into());
+        }
+        if !results.push(format!("{line}\n").as_bytes()) {
+            return Err("send: the guest has not read what was sent before".into());
+        }
+        Ok(json!({ "sent_bytes": line.len() + 1 }))
     }
 
     /// All of it is checked before any of it is done.
