@@ -1,3 +1,16 @@
 //! `pollux bench`: sweeps over both sides' parameters of waiting, and what they came to.
 
+pub mod plan;
 pub mod results;
+pub mod setting;
+
+/// Why there are no results, or not all: one line for the user.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Bad arguments or files: exit status 2.
+    #[error("{0}")]
+    Usage(String),
+    /// The host, or every guest, failed: exit status 1.
+    #[error("{0}")]
+    Failed(String),
+}
