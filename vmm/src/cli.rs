@@ -39,6 +39,14 @@ pub enum Command {
     /// Exit status: 0 done, 1 refused (with one line on stderr), 2 bad arguments, or nobody listens at
     /// SOCKET.
     Ctl(CtlArgs),
+    /// Measure a guest in many settings of both sides, and say what waiting costs in each.
+    ///
+    /// The guest is one that `cargo xtask guest` makes, or has the same programs in /pollux. What was
+    /// measured is kept in a directory, run by run: results.json, results.csv, report.html.
+    ///
+    /// Exit status: 0 all was measured, 1 the host or guest after guest failed, 2 bad arguments or
+    /// plan, 130 a signal ended it (--resume goes on).
+    Bench(Box<BenchArgs>),
 }
 
 /// Options of `pollux run`, as they were typed.
@@ -198,6 +206,60 @@ pub struct RunArgs {
     /// The KVM device.
     #[arg(long, value_name = "PATH", default_value = "/dev/kvm")]
     pub kvm: PathBuf,
+}
+
+/// Options of `pollux bench`.
+#[derive(Args, Clone, Debug)]
+pub struct BenchArgs {
+    /// The guest's kernel.
+    #[arg(long, value_name = "PATH")]
+    pub kernel: PathBuf,
+
+    /// Its initial RAM disk.
+    #[arg(long, value_name = "PATH")]
+    pub initrd: Option<PathBuf>,
+
+    /// The disk with its root file system, which is not written to.
+    #[arg(long, value_name = "PATH")]
+    pub root: PathBuf,
+
+    /// The disk that is measured; writing workloads destroy what is on it.
+    ///
+    /// Without it a file of zeros is made in the directory of the results.
+    #[arg(long, value_name = "PATH")]
+    pub data: Option<PathBuf>,
+
+    /// What to measure: a plan that is built in (quick, halt, blk, pingpong, think), or a TOML file.
+    #[arg(long, value_name = "NAME|FILE", default_value = "quick")]
+    pub plan: String,
+
+    /// Print the plan as TOML, and do nothing.
+    #[arg(long)]
+    pub print_plan: bool,
+
+    /// Where the results go (default: bench-NAME).
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+
+    /// Go on with the results that are in the directory; runs that failed are made again.
+    #[arg(long)]
+    pub resume: bool,
+
+    /// How often each setting is measured, instead of what the plan says.
+    #[arg(long, value_name = "N")]
+    pub repeats: Option<u32>,
+
+    /// How long each run is measured, instead of what the plan says.
+    #[arg(long, value_name = "SECONDS")]
+    pub seconds: Option<f64>,
+
+    /// Give each run a boot of its own, instead of changing parameters while a guest runs.
+    #[arg(long)]
+    pub boot_each: bool,
+
+    /// Options of `pollux run` that all settings have, after `--`: as -- --pin vcpu0=2,io1=3.
+    #[arg(last = true, value_name = "OPTION")]
+    pub options: Vec<String>,
 }
 
 /// Options of `pollux doctor`.

@@ -1,6 +1,7 @@
 //! What the program `pollux` is made of. [`main`] is the program; the rest is public so that benches
 //! measure the real halt and interrupt paths.
 
+pub mod bench;
 pub mod boot;
 pub mod builder;
 pub mod cli;
@@ -37,6 +38,10 @@ pub fn main() -> ExitCode {
             Command::Doctor(args) => match doctor::run(&args) {
                 Ok(status) => status,
                 Err(error) => complain(&error, 1),
+            },
+            Command::Bench(args) => match bench::run(&args) {
+                Ok(status) => status,
+                Err(error) => complain(&error, bench::exit_status(&error)),
             },
             Command::Ctl(args) => match control::client::run(&args) {
                 Ok(()) => 0,

@@ -21,6 +21,7 @@ pub use files::directory_of;
 pub use halt::{Halt, HaltPoll, HostParameter};
 pub use idle::{GuestHaltPoll, GuestIdle};
 pub use pin::Pinning;
+pub use units::size_bytes;
 
 use crate::boot::{BootError, acpi};
 use crate::cli::RunArgs;

@@ -3,7 +3,10 @@
 use super::ConfigError;
 
 /// Parses a size in bytes: plain bytes, or a number with `K`, `M` or `G` (powers of 1024).
-pub(super) fn size_bytes(option: &'static str, text: &str) -> Result<u64, ConfigError> {
+///
+/// # Errors
+/// It is no size, or more than 64 bits.
+pub fn size_bytes(option: &'static str, text: &str) -> Result<u64, ConfigError> {
     let (digits, unit) = split_unit(text);
     let factor: u64 = match unit {
         "" => 1,

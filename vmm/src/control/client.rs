@@ -1,16 +1,13 @@
 //! `pollux ctl`: one request on a control socket.
 
-use std::io::{self, BufRead, BufReader, ErrorKind, Write};
+use std::io::{self, ErrorKind, Write};
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
 
+use ::bench::control::{LIMIT, ask};
 use serde_json::{Map, Value as Json, json};
 
 use crate::cli::{CtlArgs, CtlCommand};
 use crate::config::{ConfigError, one_line, reason};
-
-/// How long a reply may take. It comes at once, unless the host hangs.
-const LIMIT: Duration = Duration::from_secs(60);
 
 /// Why there is nothing to print: one line for the user.
 #[derive(Debug, thiserror::Error)]
@@ -46,7 +43,7 @@ pub fn run(args: &CtlArgs) -> Result<(), CtlError> {
         };
         ConfigError::new("ctl", args.socket.display(), reason(&why)).hint(hint)
     })?;
-    let reply = ask(socket, &request).map_err(|why| {
+    let reply = ask(&socket, &request).map_err(|why| {
         let why = match why.kind() {
             ErrorKind::WouldBlock => format!("none for {} s", LIMIT.as_secs()),
             _ => reason(&why),
@@ -83,17 +80,6 @@ fn request(command: &CtlCommand) -> Result<Json, ConfigError> {
         CtlCommand::Send { line } => json!({ "command": "send", "line": line }),
         CtlCommand::Stop => json!({ "command": "stop" }),
     })
-}
-
-fn ask(mut socket: UnixStream, request: &Json) -> io::Result<Json> {
-    socket.set_read_timeout(Some(LIMIT))?;
-    socket.set_write_timeout(Some(LIMIT))?;
-    socket.write_all(format!("{request}\n").as_bytes())?;
-    let mut line = String::new();
-    if BufReader::new(socket).read_line(&mut line)? == 0 {
-        return Err(io::Error::other("Pollux has ended"));
-    }
-    Ok(serde_json::from_str(&line)?)
 }
 
 #[cfg(test)]

@@ -1,0 +1,388 @@
+//! The bench: runs what is scheduled, keeps what it came to, and makes the reports of it.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use serde_json::Value as Json;
+
+use crate::guest::{Failure, Guest};
+use crate::lines::Interrupt;
+use crate::plan::{Plan, Workload};
+use crate::progress::Progress;
+use crate::results::{Noise, Results, Row, Run, SCHEMA};
+use crate::schedule::{self, Job, Subject};
+use crate::setting::Setting;
+use crate::subject::{self, Machine};
+use crate::{Error, analysis, figures};
+
+/// So many failed runs in a row end the bench.
+const MAX_FAILED: u32 = 3;
+/// The document in the directory of the results.
+pub const DOCUMENT: &str = "results.json";
+
+/// What is asked for.
+pub struct Options {
+    /// The plan.
+    pub plan: Plan,
+    /// Its name.
+    pub name: String,
+    /// The guest.
+    pub machine: Machine,
+    /// Where the results go.
+    pub out: PathBuf,
+    /// Go on with what is there.
+    pub resume: bool,
+    /// The words that the user typed.
+    pub command: Vec<String>,
+}
+
+/// Says what a `pollux run` with these words would do: its configuration, or one line why it would not.
+pub type Resolve<'a> = &'a dyn Fn(&[String]) -> Result<Json, String>;
+
+/// How a bench ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// Everything was run.
+    Complete,
+    /// The user wanted an end.
+    Interrupted,
+}
+
+/// A bench in progress.
+pub struct Bench<'a> {
+    options: &'a Options,
+    settings: Vec<Setting>,
+    /// Of each setting, by workload and setting: the configuration that Pollux makes of it.
+    configs: Vec<Vec<Json>>,
+    /// What there is so far.
+    pub results: Results,
+    /// Runs that failed one after the other.
+    failed: u32,
+    interrupt: &'a Interrupt,
+}
+
+impl<'a> Bench<'a> {
+    /// Checks everything that can be checked before a guest runs.
+    ///
+    /// # Errors
+    /// What is wrong with the options or the plan, or there are results already.
+    pub fn new(
+        options: &'a Options,
+        resolve: Resolve<'_>,
+        interrupt: &'a Interrupt,
+    ) -> Result<Self, Error> {
+        let Options { plan, machine, .. } = options;
+        let settings = plan.settings();
+        let config = |workload: &Workload, setting: &Setting| {
+            let words = machine.agent(workload, setting, &plan.measure);
+            // Without the program and `run`.
+            resolve(words.get(2..).unwrap_or_default()).map_err(|why| {
+                Error::Usage(format!("workload {}, setting {setting}: {why}", workload.name))
+            })
+        };
+        let configs = plan
+            .workloads
+            .iter()
+            .map(|workload| settings.iter().map(|setting| config(workload, setting)).collect())
+            .collect::<Result<Vec<Vec<_>>, _>>()?;
+        let mut bench = Self {
+            options,
+            settings,
+            configs,
+            results: new_results(options),
+            failed: 0,
+            interrupt,
+        };
+        bench.results.rows = bench.rows();
+        let twin = |workload: &Workload| Noise {
+            workload: workload.name.clone(),
+            relative: BTreeMap::new(),
+            runs: Vec::new(),
+        };
+        bench.results.noise = plan.workloads.iter().map(twin).collect();
+        bench.take_up_results()?;
+        Ok(bench)
+    }
+
+    fn rows(&self) -> Vec<Row> {
+        let Options { plan, machine, .. } = self.options;
+        let row = |workload: &Workload, setting: &Setting| Row {
+            id: format!("{}: {setting}", workload.name),
+            workload: workload.name.clone(),
+            monitor: "pollux".into(),
+            setting: setting.0.clone(),
+            command: machine.by_hand(workload, setting, &plan.measure),
+            guest_command: subject::steps(workload, &plan.measure).join("; "),
+            runs: Vec::new(),
+            summary: BTreeMap::new(),
+            against_base: BTreeMap::new(),
+            dominated_by: None,
+            window_us: Vec::new(),
+        };
+        let of = |workload| self.settings.iter().map(move |setting| row(workload, setting));
+        plan.workloads.iter().flat_map(of).collect()
+    }
+
+    /// Takes over the runs of an earlier bench that was asked for the same.
+    fn take_up_results(&mut self) -> Result<(), Error> {
+        let Options { out, resume, .. } = self.options;
+        let path = out.join(DOCUMENT);
+        let text = match fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(why) if why.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(why) => return Err(Error::Usage(format!("{}: {why}", path.display()))),
+        };
+        let wrong = |why: &str| Error::Usage(format!("--out {}: {why}", out.display()));
+        if !resume {
+            return Err(wrong("there are results already (use --resume, or another directory)"));
+        }
+        let earlier: Results = serde_json::from_str(&text)
+            .map_err(|why| wrong(&format!("its {DOCUMENT} is none: {why}")))?;
+        let same = earlier.schema == SCHEMA
+            && earlier.plan == self.results.plan
+            && earlier.rows.iter().map(|row| &row.id).eq(self
+                .results
+                .rows
+                .iter()
+                .map(|row| &row.id));
+        if !same {
+            return Err(wrong("its results are of another plan (use another directory)"));
+        }
+        self.results = Results { ended: None, ..earlier };
+        let again = |runs: &mut Vec<Run>| runs.retain(|run| run.error.is_none());
+        self.results.rows.iter_mut().for_each(|row| again(&mut row.runs));
+        self.results.noise.iter_mut().for_each(|noise| again(&mut noise.runs));
+        Ok(())
+    }
+
+    /// The runs of what a job measures.
+    fn runs(&mut self, job: &Job) -> Option<&mut Vec<Run>> {
+        match job.subject {
+            Subject::Twin => Some(&mut self.results.noise.get_mut(job.workload)?.runs),
+            Subject::Setting(setting) => {
+                let row = job.workload * self.settings.len() + setting;
+                Some(&mut self.results.rows.get_mut(row)?.runs)
+            }
+            Subject::Peer(_) => None,
+        }
+    }
+
+    fn is_done(&mut self, job: &Job) -> bool {
+        self.runs(job).is_none_or(|runs| runs.iter().any(|run| run.repeat == job.repeat))
+    }
+
+    /// Runs all that is not done yet.
+    ///
+    /// # Errors
+    /// Guests do not run at all, or the results cannot be written.
+    pub fn run(&mut self, progress: &Progress) -> Result<End, Error> {
+        let mut boots = schedule::boots(&self.options.plan, &self.settings, 0);
+        boots.iter_mut().for_each(|jobs| jobs.retain(|job| !self.is_done(job)));
+        boots.retain(|jobs| !jobs.is_empty());
+        progress.start(boots.iter().map(Vec::len).sum());
+        let mut number = self.boots_so_far();
+        for jobs in boots {
+            let mut left = jobs.as_slice();
+            while let Some(first) = left.first() {
+                let (done, failure) = self.boot(left, number, progress);
+                number += 1;
+                left = left.get(done..).unwrap_or_default();
+                match failure {
+                    None => {}
+                    Some(Failure::Interrupted) => {
+                        self.save()?;
+                        return Ok(End::Interrupted);
+                    }
+                    // A guest that fails takes one run with it: the rest has another guest.
+                    Some(Failure::Failed(why)) => {
+                        let job = left.first().unwrap_or(first);
+                        self.keep(job, failed_run(job.repeat, number - 1, &why), progress)?;
+                        left = left.get(1..).unwrap_or_default();
+                    }
+                }
+            }
+        }
+        self.results.ended = Some(now());
+        self.save()?;
+        Ok(End::Complete)
+    }
+
+    fn boots_so_far(&self) -> u32 {
+        let rows = self.results.rows.iter().flat_map(|row| &row.runs);
+        let twins = self.results.noise.iter().flat_map(|noise| &noise.runs);
+        rows.chain(twins).map(|run| run.boot + 1).max().unwrap_or(0)
+    }
+
+    /// One boot, and its jobs: how many of them were done, and why not all.
+    fn boot(&mut self, jobs: &[Job], number: u32, progress: &Progress) -> (usize, Option<Failure>) {
+        let mut done = 0;
+        let mut run = || {
+            let Some(first) = jobs.first() else { return Ok(()) };
+            let Options { plan, machine, .. } = self.options;
+            let (workload, setting, _) = self.subject(first)?;
+            let words = machine.agent(workload, setting, &plan.measure);
+            progress.tell(&format!("booting: {setting}"));
+            let mut guest = Guest::boot(&words, self.interrupt)?;
+            if self.results.guest.is_null() {
+                self.results.guest = guest.itself.clone();
+            }
+            for job in jobs {
+                let run = self.measure(&mut guest, job, number, progress)?;
+                self.keep(job, run, progress).map_err(|why| why.to_string())?;
+                done += 1;
+            }
+            guest.stop();
+            Ok(())
+        };
+        let failure = run().err();
+        (done, failure)
+    }
+
+    fn subject(&self, job: &Job) -> Result<(&'a Workload, &Setting, &Json), Failure> {
+        let index = match job.subject {
+            Subject::Setting(index) => index,
+            Subject::Twin | Subject::Peer(_) => 0,
+        };
+        let workload = self.options.plan.workloads.get(job.workload);
+        let config = self.configs.get(job.workload).and_then(|configs| configs.get(index));
+        match (workload, self.settings.get(index), config) {
+            (Some(workload), Some(setting), Some(config)) => Ok((workload, setting, config)),
+            _ => Err("no such job".to_owned().into()),
+        }
+    }
+
+    fn measure(
+        &mut self,
+        guest: &mut Guest<'_>,
+        job: &Job,
+        boot: u32,
+        progress: &Progress,
+    ) -> Result<Run, Failure> {
+        let measure = &self.options.plan.measure;
+        let (workload, setting, config) = self.subject(job)?;
+        progress.tell(&format!("{}: {setting}", workload.name));
+        guest.set(setting, config)?;
+        let seconds = workload.seconds(measure) + measure.warmup_seconds + measure.idle_seconds;
+        let mut reports = figures::Reports::new();
+        for step in subject::steps(workload, measure) {
+            reports.extend(guest.tell(&step, Duration::from_secs_f64(seconds))?);
+        }
+        let document = guest.statistics()?;
+        let figures = figures::of_pollux(workload.kind, &document, &reports)?;
+        if self.results.host.is_null() {
+            self.results.host = document["host"].clone();
+        }
+        let notes = document["notes"].as_array().into_iter().flatten();
+        Ok(Run {
+            repeat: job.repeat,
+            boot,
+            error: None,
+            figures,
+            latency_us: figures::distribution(&reports),
+            notes: notes.filter_map(|note| note.as_str().map(str::to_owned)).collect(),
+        })
+    }
+
+    /// Keeps a run, and what there is, on the disk.
+    fn keep(&mut self, job: &Job, run: Run, progress: &Progress) -> Result<(), Error> {
+        let what = match self.subject(job) {
+            Ok((workload, setting, _)) => format!("{}: {setting}", workload.name),
+            Err(_) => String::new(),
+        };
+        let again = if job.subject == Subject::Twin { " (again, for the noise)" } else { "" };
+        progress.done(&format!("{what}{again}: {}", in_short(&run)));
+        let failure = run.error.clone();
+        if let Some(runs) = self.runs(job) {
+            runs.push(run);
+        }
+        self.save()?;
+        self.failed = if failure.is_some() { self.failed + 1 } else { 0 };
+        match failure {
+            Some(why) if self.failed >= MAX_FAILED => {
+                Err(Error::Failed(format!("{MAX_FAILED} runs in a row failed: {why}")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Writes the document; what was there is replaced as a whole.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn save(&mut self) -> Result<(), Error> {
+        analysis::work_out(&mut self.results);
+        let text = serde_json::to_string_pretty(&self.results)
+            .map_err(|why| Error::Failed(format!("{DOCUMENT}: {why}")))?;
+        write(&self.options.out, DOCUMENT, &text)
+    }
+}
+
+/// Writes a file into the directory of the results, which is made if it is not there; a file is replaced
+/// as a whole.
+///
+/// # Errors
+/// It cannot be written.
+pub fn write(out: &Path, name: &str, text: &str) -> Result<(), Error> {
+    let path = out.join(name);
+    let write = || {
+        fs::create_dir_all(out)?;
+        let mut file = tempfile::NamedTempFile::new_in(out)?;
+        file.write_all(text.as_bytes())?;
+        // Readable as other files are, unlike a temporary one.
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o644);
+        file.as_file().set_permissions(mode)?;
+        file.persist(&path).map_err(|why| why.error)
+    };
+    write().map(drop).map_err(|why| Error::Failed(format!("{}: {why}", path.display())))
+}
+
+fn new_results(options: &Options) -> Results {
+    Results {
+        schema: SCHEMA,
+        command: options.command.clone(),
+        version: env!("CARGO_PKG_VERSION").into(),
+        started: now(),
+        ended: None,
+        plan: options.plan.to_toml(),
+        name: options.name.clone(),
+        question: options.plan.question.clone(),
+        host: Json::Null,
+        guest: Json::Null,
+        rows: Vec::new(),
+        noise: Vec::new(),
+        advice: Vec::new(),
+        notes: Vec::new(),
+    }
+}
+
+fn failed_run(repeat: u32, boot: u32, why: &str) -> Run {
+    Run {
+        repeat,
+        boot,
+        error: Some(why.to_owned()),
+        figures: BTreeMap::new(),
+        latency_us: Vec::new(),
+        notes: Vec::new(),
+    }
+}
+
+fn in_short(run: &Run) -> String {
+    let figure = |name: &str| run.figures.get(name).copied().unwrap_or(f64::NAN);
+    match &run.error {
+        Some(why) => format!("failed: {why}"),
+        None => format!(
+            "{:.0} a second, mean {:.1} us, CPU {:.1} us a request",
+            figure("iops"),
+            figure("lat_mean_us"),
+            figure("host_us_per_request")
+        ),
+    }
+}
+
+/// RFC 3339, UTC.
+fn now() -> String {
+    humantime::format_rfc3339_seconds(SystemTime::now()).to_string()
+}
