@@ -1,5 +1,6 @@
 //! `pollux bench`: sweeps over both sides' parameters of waiting, and what they came to.
 
+pub mod advise;
 pub mod analysis;
 pub mod control;
 pub mod figures;
@@ -13,6 +14,7 @@ pub mod schedule;
 pub mod setting;
 pub mod statistics;
 pub mod subject;
+pub mod surprises;
 
 /// Why there are no results, or not all: one line for the user.
 #[derive(Debug, thiserror::Error)]

@@ -8,6 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use serde_json::Value as Json;
 
+use crate::advise::{self, Goal};
 use crate::guest::{Failure, Guest};
 use crate::lines::Interrupt;
 use crate::plan::{Plan, Workload};
@@ -16,7 +17,7 @@ use crate::results::{Noise, Results, Row, Run, SCHEMA};
 use crate::schedule::{self, Job, Subject};
 use crate::setting::Setting;
 use crate::subject::{self, Machine};
-use crate::{Error, analysis, figures};
+use crate::{Error, analysis, figures, surprises};
 
 /// So many failed runs in a row end the bench.
 const MAX_FAILED: u32 = 3;
@@ -35,6 +36,8 @@ pub struct Options {
     pub out: PathBuf,
     /// Go on with what is there.
     pub resume: bool,
+    /// What to give advice on.
+    pub goal: Option<Goal>,
     /// The words that the user typed.
     pub command: Vec<String>,
 }
@@ -254,6 +257,13 @@ impl<'a> Bench<'a> {
         }
     }
 
+    /// What Pollux makes of a row.
+    fn config(&self, row: &Row) -> Option<&Json> {
+        let at = self.results.rows.iter().position(|found| found.id == row.id)?;
+        let settings = self.settings.len().max(1);
+        self.configs.get(at / settings)?.get(at % settings)
+    }
+
     fn measure(
         &mut self,
         guest: &mut Guest<'_>,
@@ -314,6 +324,11 @@ impl<'a> Bench<'a> {
     /// It cannot be written.
     pub fn save(&mut self) -> Result<(), Error> {
         analysis::work_out(&mut self.results);
+        self.results.notes = surprises::find(&self.results);
+        if let Some(goal) = &self.options.goal {
+            self.results.advice =
+                advise::advise(&self.results, goal, &|row| self.config(row).cloned());
+        }
         let text = serde_json::to_string_pretty(&self.results)
             .map_err(|why| Error::Failed(format!("{DOCUMENT}: {why}")))?;
         write(&self.options.out, DOCUMENT, &text)

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use ::bench::Error;
+use ::bench::advise::Goal;
 use ::bench::plan::{Boots, Plan};
 use ::bench::progress::Progress;
 use ::bench::runner::{Bench, End, Options};
@@ -60,6 +61,7 @@ pub fn run(args: &BenchArgs) -> Result<u8, Error> {
         },
         out,
         resume: args.resume,
+        goal: args.advise.as_deref().map(Goal::parse).transpose()?,
         command: std::env::args().collect(),
         plan,
     };

@@ -253,6 +253,11 @@ pub struct BenchArgs {
     #[arg(long, value_name = "SECONDS")]
     pub seconds: Option<f64>,
 
+    /// Say what to set for a goal, as options of Pollux, of the module kvm and of the guest's kernel:
+    /// balanced, or a limit of mean, p50, p99 or p99.9, as p99<300us.
+    #[arg(long, value_name = "GOAL")]
+    pub advise: Option<String>,
+
     /// Give each run a boot of its own, instead of changing parameters while a guest runs.
     #[arg(long)]
     pub boot_each: bool,
