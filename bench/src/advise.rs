@@ -223,7 +223,8 @@ fn kvm_module(config: &Json) -> Vec<String> {
     NAMES.iter().filter_map(given).collect()
 }
 
-fn guest_cmdline(config: &Json) -> Vec<String> {
+/// The words of the guest's command line that say how it idles.
+pub fn guest_cmdline(config: &Json) -> Vec<String> {
     let words = config["cmdline"].as_str().unwrap_or_default().split_whitespace();
     let idles = |word: &&str| {
         ["idle=", "cpuidle_haltpoll.", "haltpoll."].iter().any(|start| word.starts_with(start))

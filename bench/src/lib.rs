@@ -6,6 +6,7 @@ pub mod control;
 pub mod figures;
 pub mod guest;
 pub mod lines;
+pub mod peer;
 pub mod plan;
 pub mod progress;
 pub mod results;

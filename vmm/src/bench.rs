@@ -10,6 +10,7 @@ use std::sync::atomic::AtomicBool;
 
 use ::bench::Error;
 use ::bench::advise::Goal;
+use ::bench::peer::Peer;
 use ::bench::plan::{Boots, Plan};
 use ::bench::progress::Progress;
 use ::bench::runner::{Bench, End, Options};
@@ -61,6 +62,12 @@ pub fn run(args: &BenchArgs) -> Result<u8, Error> {
         },
         out,
         resume: args.resume,
+        peers: args
+            .peers
+            .iter()
+            .map(|peer| Peer::parse(peer))
+            .collect::<Result<Vec<_>, _>>()?
+            .concat(),
         goal: args.advise.as_deref().map(Goal::parse).transpose()?,
         command: std::env::args().collect(),
         plan,
