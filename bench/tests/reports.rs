@@ -148,7 +148,7 @@ fn the_terminals_table_lines_up() {
     };
     let row = lines[head + 1];
     assert_eq!(end(lines[head], "IOPS"), end(row, "11560"), "\n{}\n{row}", lines[head]);
-    assert!(lines[head + 2].contains("50 us") && lines[head + 2].starts_with("   2x"));
+    assert!(lines[head + 3].contains("200 us") && lines[head + 3].starts_with("   3x"));
     assert!(text.contains("failed: row 8: repeat 4: the guest said nothing"));
     assert!(text.contains("no run succeeded"));
     assert!(text.contains("note: The guest had host polling switched off"));

@@ -331,7 +331,8 @@ fn legend(view: &View) -> Markup {
         }
         @if faint > 0 {
             p.hint {
-                "In colour: the base, what is advised, and what no other setting beats. Grey: the other " (faint) "."
+                "In colour: the base, what is advised, and what nothing of the same monitor beats. Grey: the other "
+                (faint) "."
             }
         }
     }

@@ -75,15 +75,13 @@ fn y_axis(
     }
 }
 
-/// A row's number on a disc of its colour.
+/// A row's number on a disc of its colour; on a square, if it is of another monitor.
 fn tag(series: &Series, x: f64, y: f64) -> Markup {
+    let wide = 9.0 + 6.0 * series.number.to_string().len() as f64;
     html! {
         g class={ "tag " (series.class) } data-k=(series.number) {
-            @if series.number > 99 {
-                rect x=(px(x - 12.0)) y=(px(y - 7.5)) width="24" height="15" rx="7.5" {}
-            } @else {
-                circle cx=(px(x)) cy=(px(y)) r="7.5" {}
-            }
+            rect x=(px(x - wide / 2.0)) y=(px(y - 7.5)) width=(px(wide)) height="15"
+                rx=(if series.peer { "3" } else { "7.5" }) {}
             text x=(px(x)) y=(px(y + 3.4)) text-anchor="middle" { (series.number) }
         }
     }
@@ -168,7 +166,8 @@ pub fn latency(view: &View) -> Option<Markup> {
         .filter_map(|(series, line)| line.last().map(|(q, us)| (*series, (x.at(*us), y.at(*q)))))
         .collect();
     let ends: Vec<f64> = tagged.iter().map(|(_, end)| end.0).collect();
-    let tags = spread(&ends, 18.0, left + 8.0, right - 8.0);
+    let tags =
+        spread(&ends, if view.series.len() > 9 { 22.0 } else { 17.0 }, left + 8.0, right - 8.0);
     Some(svg(
         372.0,
         &format!("Latency of {}: share of requests done within a time", view.group.workload),
