@@ -197,13 +197,18 @@ fn noise_in_words(noise: &Noise) -> String {
         Some(format!("{} {what}", percent(part.abs()).trim_start_matches('+')))
     })
     .collect();
-    let failed = match failures(&noise.runs).count() {
-        0 => String::new(),
-        count => format!(" {count} of the second's runs failed."),
-    };
+    let failed = failures(&noise.runs).count();
     if said.is_empty() {
-        return format!("Not known: the base was not measured twice.{failed}");
+        let why = match failed {
+            0 => "the base was not measured twice".into(),
+            _ => format!("measuring the base for a second time failed ({failed} runs)"),
+        };
+        return format!("Not known: {why}.");
     }
+    let failed = match failed {
+        0 => String::new(),
+        _ => format!(" Of the base's second runs {failed} failed."),
+    };
     let judged = match noise.relative.get("lat_mean_us").or(noise.relative.get("iops")) {
         Some(part) if part.abs() < 0.03 => "Quiet",
         Some(part) if part.abs() < 0.10 => "Some noise",

@@ -273,7 +273,17 @@ fn label_places(
     points: &[(usize, f64, f64)],
     (left, right, top, bottom): (f64, f64, f64, f64),
 ) -> Vec<Option<(f64, f64)>> {
-    let around = [(0.0, -9.0), (0.0, 17.0), (1.0, -5.0), (-1.0, -5.0), (1.0, 4.0), (-1.0, 4.0)];
+    // Corners first: whiskers are above, below and beside.
+    let around = [
+        (0.6, -7.0),
+        (-0.6, -7.0),
+        (0.6, 15.0),
+        (-0.6, 15.0),
+        (0.0, -9.0),
+        (0.0, 17.0),
+        (1.1, 4.0),
+        (-1.1, 4.0),
+    ];
     let mut taken: Vec<(f64, f64, f64)> = Vec::new();
     let mut places: Vec<Option<(f64, f64)>> = points
         .iter()
