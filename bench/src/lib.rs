@@ -9,6 +9,7 @@ pub mod lines;
 pub mod peer;
 pub mod plan;
 pub mod progress;
+pub mod report;
 pub mod results;
 pub mod runner;
 pub mod schedule;
