@@ -18,12 +18,15 @@ use crate::results::{Noise, Results, Row, Run, SCHEMA};
 use crate::schedule::{self, Job, Subject};
 use crate::setting::Setting;
 use crate::subject::{self, Machine};
-use crate::{Error, analysis, figures, surprises};
+use crate::{Error, analysis, figures, report, surprises};
 
 /// So many failed runs in a row end the bench.
 const MAX_FAILED: u32 = 3;
 /// The document in the directory of the results.
 pub const DOCUMENT: &str = "results.json";
+/// The other reports.
+const TABLE: &str = "results.csv";
+const PAGE: &str = "report.html";
 
 /// What is asked for.
 pub struct Options {
@@ -389,6 +392,19 @@ impl<'a> Bench<'a> {
             .map_err(|why| Error::Failed(format!("{DOCUMENT}: {why}")))?;
         write(&self.options.out, DOCUMENT, &text)
     }
+}
+
+/// Everything that people read, made of the document: in the directory the files, and the text for the
+/// terminal.
+///
+/// # Errors
+/// A file cannot be written.
+pub fn report(results: &Results, out: &Path) -> Result<String, Error> {
+    let table =
+        report::csv::render(results).map_err(|why| Error::Failed(format!("{TABLE}: {why}")))?;
+    write(out, TABLE, &table)?;
+    write(out, PAGE, &report::html::render(results))?;
+    Ok(report::terminal::render(results))
 }
 
 /// Writes a file into the directory of the results, which is made if it is not there; a file is replaced
