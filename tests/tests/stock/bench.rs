@@ -112,7 +112,7 @@ fn what_was_measured_survives_an_interruption() {
     let out = dir.path().join("out");
     let measured =
         |row: usize| results(&out).and_then(|results| results["rows"][row]["runs"].get(0).cloned());
-    for _ in 0..3000 {
+    for _ in 0..30_000 {
         if measured(0).is_some() {
             break;
         }
