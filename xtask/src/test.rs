@@ -72,6 +72,8 @@ const STEPS: [Step; 7] = [
                 "--test",
                 "control",
                 "--test",
+                "record",
+                "--test",
                 "oracle",
                 "--test",
                 "sandbox",
