@@ -56,31 +56,42 @@ fn recorded(code: &[u8], options: &str, at_least: u64) -> (Outcome, Recording) {
     (end, Recording::read(keep).expect("a recording"))
 }
 
-fn sum(recording: &Recording, what: impl Fn(&Halt) -> u64) -> u64 {
-    recording.iter().map(what).sum()
+fn sum<'a>(halts: impl IntoIterator<Item = &'a Halt>, what: impl Fn(&Halt) -> u64) -> u64 {
+    halts.into_iter().map(what).sum()
 }
 
-/// The recording and KVM's names for the same are the same, to the nanosecond.
+/// What the statistics say of these halts.
+fn counted(halts: &[Halt]) -> [(&'static str, u64); 5] {
+    let polled_ns = |halt: &Halt| halt.polled_ns.map_or(0, u64::from);
+    let hit = |halt: &Halt| u64::from(halt.polled_ns.is_some() && !halt.slept);
+    [
+        ("halt_attempted_poll", sum(halts, |halt| halt.polled_ns.is_some().into())),
+        ("halt_successful_poll", sum(halts, hit)),
+        ("halt_poll_success_ns", sum(halts, |halt| polled_ns(halt) * hit(halt))),
+        ("halt_poll_fail_ns", sum(halts, |halt| polled_ns(halt) * u64::from(halt.slept))),
+        ("halt_wait_ns", sum(halts, Halt::blocked_ns)),
+    ]
+}
+
+/// The recording and the statistics say the same, to the nanosecond.
 #[track_caller]
 fn agree(end: &Outcome, recording: &Recording) {
-    let halt = &end.stats["vcpus"][0]["halt"];
-    let polled_ns = |halt: &Halt| halt.polled_ns.map_or(0, u64::from);
-    let hit = |halt: &&Halt| halt.polled_ns.is_some() && !halt.slept;
-    for (name, value) in [
-        ("halt_attempted_poll", sum(recording, |halt| halt.polled_ns.is_some().into())),
-        ("halt_successful_poll", recording.iter().filter(hit).count() as u64),
-        ("halt_poll_success_ns", recording.iter().filter(hit).map(polled_ns).sum()),
-        ("halt_poll_fail_ns", sum(recording, |halt| polled_ns(halt) * u64::from(halt.slept))),
-        ("halt_wait_ns", sum(recording, Halt::blocked_ns)),
-    ] {
-        assert_eq!(halt[name].as_u64(), Some(value), "{name}: {halt:#}");
-    }
     let counts = &end.stats["recording"];
-    assert_eq!(recording.halts() as u64, halts(&end.stats));
-    assert_eq!(counts["halts"].as_u64(), Some(halts(&end.stats)), "{counts:#}");
+    assert_eq!(counts["halts"].as_u64(), Some(recording.halts() as u64), "{counts:#}");
     assert_eq!((counts["lost"].as_u64(), recording.lost), (Some(0), 0));
     assert_eq!(counts["stopped"], Json::Null);
     assert!(!recording.truncated);
+    // The figures are read before the guest is stopped, mostly while it is halted: that halt has begun, and
+    // is not yet counted. The guest may halt some more until it is stopped.
+    let begun = halts(&end.stats);
+    assert!((begun..begun + 50).contains(&(recording.halts() as u64)), "{begun}");
+    let halt = &end.stats["vcpus"][0]["halt"];
+    let first = |count: u64| counted(&recording.vcpus[0][..count as usize]);
+    let same = |figures: [(&str, u64); 5]| {
+        figures.into_iter().all(|(name, value)| halt[name].as_u64() == Some(value))
+    };
+    let (before, with) = (first(begun - 1), first(begun));
+    assert!(same(before) || same(with), "neither {before:?} nor {with:?}: {halt:#}");
 }
 
 #[test]
@@ -99,7 +110,8 @@ fn every_halt_is_recorded_as_it_was_counted() {
             assert!(halt.start_ns >= last_ns && halt.poll_allowed && halt.valid, "{halt:?}");
             last_ns = halt.start_ns + halt.halt_ns;
         }
-        assert!(last_ns <= end.stats["time_ns"].as_u64().expect("a time"));
+        let snapshot_ns = end.stats["time_ns"].as_u64().expect("a time");
+        assert!(last_ns.abs_diff(snapshot_ns) < 1_000_000_000, "{last_ns}, {snapshot_ns}");
         let by_timer = |halt: &&Halt| (halt.source, halt.vector) == (Source::Timer, VECTOR);
         let others = recording.halts() - recording.iter().filter(by_timer).count();
         assert!(others <= 1, "{others} halts were not ended by the timer, but for the stop");
@@ -112,7 +124,7 @@ fn a_guest_that_polls_by_itself_is_told_from_one_that_does_not() {
     let (end, recording) = recorded(&code, "", 50);
     agree(&end, &recording);
     assert_eq!(recording.after_guest_polling(), recording.halts());
-    assert_eq!(sum(&recording, |halt| halt.window_ns.into()), 0);
+    assert_eq!(sum(recording.iter(), |halt| halt.window_ns.into()), 0);
 }
 
 #[test]
@@ -163,7 +175,8 @@ fn replay_predicts_by_table_and_json() {
     assert!(told(&refused).contains("--wake-cost-ns"), "{}", told(&refused));
     assert_eq!(told(&refused).lines().count(), 1);
 
-    let lists = "--wake-cost-ns 50us --halt-poll-ns 0,1ms --grow 2,4 --guest-halt-poll-ns off,1ms";
+    let lists =
+        "--wake-cost-ns 50us --halt-poll-ns 0,100ms --grow 2,4 --guest-halt-poll-ns off,100ms";
     let output = replay(&file, &format!("{lists} --json"));
     assert!(output.status.success(), "{}", told(&output));
     let document: Json = serde_json::from_slice(&output.stdout).expect("JSON");
@@ -175,14 +188,14 @@ fn replay_predicts_by_table_and_json() {
         let halts = total["halts"].as_u64().expect("halts");
         assert_eq!(total["idles"], document["recording"]["halts"]);
         assert_eq!(total, &prediction["vcpus"][0]);
-        // Idle times of 300 us are covered by a window of a millisecond once that has grown.
-        let hit = total["halt_successful_poll"].as_u64() > Some(halts * 9 / 10);
-        assert_eq!(hit, guest.is_null() && *host == 1_000_000, "{prediction:#}");
-        assert_eq!(halts * 10 < total["idles"].as_u64().unwrap(), !guest.is_null());
+        // Idle times of 300 us are covered by a window that can be longer, once that has grown.
+        let hit = total["halt_successful_poll"].as_u64() > Some(halts / 2);
+        assert_eq!(hit, guest.is_null() && *host == 100_000_000, "{prediction:#}");
+        assert_eq!(halts * 2 < total["idles"].as_u64().unwrap(), !guest.is_null());
     }
     let table = replay(&file, lists);
     let table = String::from_utf8_lossy(&table.stdout).into_owned();
-    assert!(table.contains("8 settings in ") && table.contains("1ms/2/10us/2"), "{table}");
+    assert!(table.contains("8 settings in ") && table.contains("100ms/2/10us/2"), "{table}");
 
     let none = replay(&file, "--from 3600s --wake-cost-ns 0");
     assert!(told(&none).contains("no halts in that time"), "{}", told(&none));
