@@ -3,8 +3,9 @@
 //!
 //! In mode `user` a vCPU's thread puts its halts into a buffer of its own ([`vcpu`]) and hands that to
 //! the writer's thread when it is full: no lock, and no system call but for one wake of the writer in a
-//! thousand halts.
+//! thousand halts. In mode `kernel` halts are made of KVM's tracepoints ([`kernel`]).
 
+mod kernel;
 pub mod vcpu;
 mod writer;
 
@@ -19,13 +20,15 @@ use std::time::Instant;
 use halt_poll::Clock;
 use halt_poll::recording::{GuestIdle, Header, Mode};
 use serde::Serialize;
+use vmm_sys_util::eventfd::EventFd;
 
 use crate::builder::{BuildError, Built, open_output};
-use crate::config::{self, Halt, VmConfig};
+use crate::config::{self, ConfigError, Halt, VmConfig};
 use crate::doctor::host;
 use crate::sandbox::{Kind, Sandbox};
 use crate::vcpu::polling;
 use crate::vcpu::user::TIMER_LEAD_NS;
+use kernel::Tracer;
 use vcpu::VcpuRecorder;
 use writer::{Message, Shared, Writer};
 
@@ -39,6 +42,8 @@ pub struct Prepared {
     header: Header,
     to: Sender<Message>,
     messages: Receiver<Message>,
+    /// In mode `kernel`.
+    tracer: Option<Tracer>,
 }
 
 /// Where halts go.
@@ -46,6 +51,8 @@ pub struct Recorder {
     path: PathBuf,
     shared: Arc<Shared>,
     to: Sender<Message>,
+    /// Tells the writer's thread of messages, where it waits for more than these.
+    wake: Option<EventFd>,
     /// When time began.
     start: Instant,
 }
@@ -70,12 +77,16 @@ pub struct Figures {
 /// Opens what `config` asks to be recorded to. An old recording stays as it is until the new one begins.
 ///
 /// # Errors
-/// The file cannot be written.
+/// The file cannot be written, or the host does not let KVM be traced.
 pub fn prepare(config: &VmConfig) -> Result<Option<Prepared>, BuildError> {
     let Some(path) = &config.record else { return Ok(None) };
     let file = open_output("--record", path, true)?;
+    let tracer = (config.halt == Halt::Kernel).then(Tracer::open).transpose();
+    let tracer = tracer.map_err(|(problem, hint)| {
+        ConfigError::new("--record", path.display(), problem).hint(hint)
+    })?;
     let (to, messages) = mpsc::channel();
-    Ok(Some(Prepared { path: path.clone(), file, header: header(config), to, messages }))
+    Ok(Some(Prepared { path: path.clone(), file, header: header(config), to, messages, tracer }))
 }
 
 impl Prepared {
@@ -84,27 +95,35 @@ impl Prepared {
     /// # Errors
     /// The host refused a thread, or to write.
     pub fn begin(self, sandbox: &Sandbox, start: Instant) -> io::Result<Recorder> {
-        let Self { path, file, header, to, messages } = self;
+        let Self { path, file, header, to, messages, tracer } = self;
         let mut writer = Writer::begin(file, &header)?;
         let shared = writer.shared();
+        let wake = tracer.as_ref().map(Tracer::wake).transpose()?;
+        let origin_ns = kernel::monotonic_ns().saturating_sub(start.elapsed().as_nanos() as u64);
         let sandbox = sandbox.clone();
         let (entered, has_entered) = mpsc::sync_channel(1);
         Builder::new().name("recorder".into()).spawn(move || {
             let mine = sandbox.enter(Kind::Recorder);
             let is_confined = mine.is_ok();
             let _ = entered.send(mine);
-            if is_confined {
-                writer.run(&messages);
+            match tracer {
+                _ if !is_confined => {}
+                Some(tracer) => tracer.run(&mut writer, &messages, &header, origin_ns),
+                None => writer.run(&messages),
             }
         })?;
         has_entered.recv().unwrap_or_else(|_| Err(io::ErrorKind::BrokenPipe.into()))?;
-        Ok(Recorder { path, shared, to, start })
+        Ok(Recorder { path, shared, to, wake, start })
     }
 }
 
 impl Recorder {
     /// Records the vCPUs of a VM that is about to run.
     pub fn attach(&self, built: &mut Built) {
+        if self.wake.is_some() {
+            let tids = built.vcpus.iter().map(|vcpu| Arc::clone(&vcpu.tid)).collect();
+            self.send(Message::Vcpus(tids));
+        }
         for vcpu in &mut built.vcpus {
             if let Some(user) = &mut vcpu.user {
                 let elapsed_ns = self.start.elapsed().as_nanos() as u64;
@@ -118,8 +137,15 @@ impl Recorder {
     /// Waits until all that was handed over is written.
     pub fn flush(&self) {
         let (done, is_done) = mpsc::sync_channel(1);
-        if self.to.send(Message::Flush(done)).is_ok() {
-            let _ = is_done.recv();
+        self.send(Message::Flush(done));
+        // Without a writer there is nobody to answer.
+        let _ = is_done.recv();
+    }
+
+    fn send(&self, message: Message) {
+        let _ = self.to.send(message);
+        if let Some(wake) = &self.wake {
+            let _ = wake.write(1);
         }
     }
 

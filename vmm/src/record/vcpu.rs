@@ -140,7 +140,7 @@ mod tests {
     fn received(from: &Receiver<Message>) -> Vec<Halts> {
         let halts = |message| match message {
             Message::Halts(halts) => halts,
-            Message::Flush(_) => panic!("nobody asked for it"),
+            Message::Flush(_) | Message::Vcpus(_) => panic!("nobody asked for it"),
         };
         from.try_iter().map(halts).collect()
     }

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, Write};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender};
 use std::sync::{Arc, OnceLock};
 
@@ -26,6 +26,8 @@ pub struct Halts {
 pub enum Message {
     /// Write these.
     Halts(Halts),
+    /// These are the vCPUs' threads from now on, in mode `kernel`; 0 until they run.
+    Vcpus(Vec<Arc<AtomicI32>>),
     /// Write all that came before, and say so.
     Flush(SyncSender<()>),
 }
@@ -96,13 +98,14 @@ impl<W: Write> Writer<W> {
         }
     }
 
-    fn serve(&mut self, message: Message) {
+    pub(super) fn serve(&mut self, message: Message) {
         match message {
             Message::Halts(Halts { vcpu, lost, mut buffer, back }) => {
                 self.write(vcpu, lost, &mut buffer);
                 // The vCPU may be gone.
                 let _ = back.send(buffer);
             }
+            Message::Vcpus(_) => {}
             Message::Flush(done) => {
                 self.tell_lost();
                 let _ = done.send(());
