@@ -80,11 +80,11 @@ pub struct Figures {
 /// The file cannot be written, or the host does not let KVM be traced.
 pub fn prepare(config: &VmConfig) -> Result<Option<Prepared>, BuildError> {
     let Some(path) = &config.record else { return Ok(None) };
-    let file = open_output("--record", path, true)?;
     let tracer = (config.halt == Halt::Kernel).then(Tracer::open).transpose();
     let tracer = tracer.map_err(|(problem, hint)| {
         ConfigError::new("--record", path.display(), problem).hint(hint)
     })?;
+    let file = open_output("--record", path, true)?;
     let (to, messages) = mpsc::channel();
     Ok(Some(Prepared { path: path.clone(), file, header: header(config), to, messages, tracer }))
 }
