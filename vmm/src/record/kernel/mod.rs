@@ -54,7 +54,7 @@ pub struct Tracer {
 pub type Refusal = (String, &'static str);
 
 const MOUNT: &str = "mount tracefs, as mount -t tracefs tracefs /sys/kernel/tracing, and have it \
-                     readable; KVM must be loaded";
+                     readable, with KVM loaded; or use --halt user, which needs nothing";
 const ALLOW: &str = "run as root or with CAP_PERFMON, set kernel.perf_event_paranoid to -1, or use \
                      --halt user, which needs nothing";
 const DESCRIPTORS: &str = "raise the limit of open files; it takes 6 for each CPU of the host";
