@@ -11,7 +11,9 @@
 //! * [`Stats`]: KVM's counters and histograms of it;
 //! * [`guest::Governor`]: the other side, the haltpoll governor by which a Linux guest polls before
 //!   it halts at all;
-//! * [`Clock`]: the time, real or fake.
+//! * [`Clock`]: the time, real or fake;
+//! * [`recording`]: halts that were recorded, and the file they are in;
+//! * [`replay`]: what they would have cost with other parameters, of both sides.
 //!
 //! # The halt loop
 //!
@@ -71,6 +73,8 @@ pub mod guest;
 mod outcome;
 mod policy;
 mod poller;
+pub mod recording;
+pub mod replay;
 mod stats;
 
 pub use clock::{Clock, FakeClock, MonotonicClock};

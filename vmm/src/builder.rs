@@ -235,8 +235,11 @@ fn make_results(
     Ok(Some(Arc::new(Mutex::new(port))))
 }
 
-/// Opens a file the guest's output goes to: new, or at its end after a restart.
-fn open_output(
+/// Opens a file that output goes to: new, or at its end after a restart.
+///
+/// # Errors
+/// It cannot be written, by the name of `option`.
+pub fn open_output(
     option: &'static str,
     path: &std::path::Path,
     append: bool,

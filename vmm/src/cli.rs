@@ -47,6 +47,11 @@ pub enum Command {
     /// Exit status: 0 all was measured, 1 the host or guest after guest failed, 2 bad arguments or
     /// plan, 130 a signal ended it (--resume goes on).
     Bench(Box<BenchArgs>),
+    /// Predict what the halts that `pollux run --record` recorded would have cost with other parameters.
+    ///
+    /// Every combination of the values given is tried, and printed in the order of the latency that it
+    /// adds. Exit status: 0 done, 2 bad arguments, or FILE is no recording that can be replayed.
+    Replay(Box<ReplayArgs>),
 }
 
 /// Options of `pollux run`, as they were typed.
@@ -191,6 +196,13 @@ pub struct RunArgs {
     #[arg(long, value_name = "PATH|-")]
     pub stats: Option<PathBuf>,
 
+    /// Record every halt of every vCPU to PATH, for `pollux replay`; at most 1 GiB.
+    ///
+    /// Not with --halt passthrough, where HLT does not leave the guest. docs/recording.md says what is in
+    /// the file.
+    #[arg(long, value_name = "PATH")]
+    pub record: Option<PathBuf>,
+
     /// Make a control socket at PATH, for its owner alone: see `pollux ctl`.
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
@@ -273,6 +285,69 @@ pub struct BenchArgs {
     /// Options of `pollux run` that all settings have, after `--`: as -- --pin vcpu0=2,io1=3.
     #[arg(last = true, value_name = "OPTION")]
     pub options: Vec<String>,
+}
+
+/// Options of `pollux replay`. Lists are separated by commas.
+#[derive(Args, Clone, Debug)]
+pub struct ReplayArgs {
+    /// The PATH of `pollux run --record PATH`.
+    pub file: PathBuf,
+
+    /// The host's longest poll window (default, of this and the next three: as it was recorded).
+    #[arg(long, value_name = "TIME,...")]
+    pub halt_poll_ns: Option<String>,
+
+    /// What the host's poll window is multiplied by when it grows.
+    #[arg(long, visible_alias = "grow", value_name = "N,...")]
+    pub halt_poll_ns_grow: Option<String>,
+
+    /// The window it grows to from 0.
+    #[arg(long, visible_alias = "grow-start", value_name = "TIME,...")]
+    pub halt_poll_ns_grow_start: Option<String>,
+
+    /// What the window is divided by when it shrinks; 0 makes it 0.
+    #[arg(long, visible_alias = "shrink", value_name = "N,...")]
+    pub halt_poll_ns_shrink: Option<String>,
+
+    /// Guest's haltpoll: the longest time it polls before HLT; off: the guest has no haltpoll driver.
+    ///
+    /// Off is the default, unless another option of the guest's haltpoll is given; then it is 200us. With
+    /// the driver the host does not poll: the driver forbids it.
+    #[arg(long, value_name = "off|TIME,...")]
+    pub guest_halt_poll_ns: Option<String>,
+
+    /// Guest's haltpoll: what the window is multiplied by when it grows (default 2).
+    #[arg(long, value_name = "N,...")]
+    pub guest_halt_poll_grow: Option<String>,
+
+    /// Guest's haltpoll: the window it grows to from 0 (default 50us).
+    #[arg(long, value_name = "TIME,...")]
+    pub guest_halt_poll_grow_start: Option<String>,
+
+    /// Guest's haltpoll: what the window is divided by when it shrinks; 0 makes it 0 (default 2).
+    #[arg(long, value_name = "N,...")]
+    pub guest_halt_poll_shrink: Option<String>,
+
+    /// Guest's haltpoll: whether the window may shrink (default on).
+    #[arg(long, value_name = "on|off,...")]
+    pub guest_halt_poll_allow_shrink: Option<String>,
+
+    /// What it costs to wake a vCPU's thread that sleeps (default: the median of the recording).
+    #[arg(long, value_name = "TIME")]
+    pub wake_cost_ns: Option<String>,
+
+    /// Take only halts that began so long after the VM was assembled, or later: as the time_ns of a mark
+    /// in the statistics.
+    #[arg(long, value_name = "TIME", default_value = "0")]
+    pub from: String,
+
+    /// Take only halts that began before.
+    #[arg(long, value_name = "TIME")]
+    pub until: Option<String>,
+
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Options of `pollux doctor`.

@@ -13,6 +13,8 @@ pub mod input;
 pub mod irq;
 pub mod lifecycle;
 pub mod memory;
+pub mod record;
+pub mod replay;
 pub mod run;
 pub mod sandbox;
 pub mod stats;
@@ -38,6 +40,10 @@ pub fn main() -> ExitCode {
             Command::Doctor(args) => match doctor::run(&args) {
                 Ok(status) => status,
                 Err(error) => complain(&error, 1),
+            },
+            Command::Replay(args) => match replay::run(&args) {
+                Ok(()) => 0,
+                Err(error) => complain(&error, USAGE),
             },
             Command::Bench(args) => match bench::run(&args) {
                 Ok(status) => status,

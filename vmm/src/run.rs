@@ -17,6 +17,7 @@ use crate::doctor::host::HOST;
 use crate::events::{self, Inputs, Signals, Wanted};
 use crate::input::PortInput;
 use crate::lifecycle::End;
+use crate::record::{self, Recorder};
 use crate::sandbox::{Kind, Sandbox, Starter};
 use crate::stats::{report, sample};
 use crate::terminal::RawTerminal;
@@ -42,6 +43,7 @@ pub fn run(config: &VmConfig) -> Result<End, BuildError> {
     let sandbox = Sandbox::new(&config)?;
     let starter = Starter::default();
     let start_worker = starter.orders();
+    let recording = record::prepare(&config)?;
     let mut built = builder::build(&config, &start_worker, false)?;
     // What the statistics say of the host is read while it can be, if anybody may ask.
     if config.stats.is_some() || config.control.is_some() {
@@ -49,8 +51,20 @@ pub fn run(config: &VmConfig) -> Result<End, BuildError> {
     }
     sandbox.confine(&config)?;
     starter.begin(&sandbox).map_err(host_error("start a thread"))?;
+    let start = built.sources.start;
+    let recorder = recording.map(|recording| recording.begin(&sandbox, start)).transpose();
+    let recorder = recorder.map_err(host_error("begin the recording"))?;
     loop {
-        let end = run_once(&mut config, built, &signals, control.as_mut(), &tuning, &sandbox)?;
+        if let Some(recorder) = &recorder {
+            recorder.attach(&mut built);
+        }
+        let host = Host {
+            signals: &signals,
+            tuning: &tuning,
+            sandbox: &sandbox,
+            recorder: recorder.as_ref(),
+        };
+        let end = run_once(&mut config, built, control.as_mut(), host)?;
         if end != End::Reboot || config.on_reboot == OnReboot::Exit {
             return Ok(end);
         }
@@ -58,15 +72,23 @@ pub fn run(config: &VmConfig) -> Result<End, BuildError> {
     }
 }
 
+/// What all boots of a run have in common.
+#[derive(Clone, Copy)]
+struct Host<'a> {
+    signals: &'a Signals,
+    tuning: &'a HostTuning,
+    sandbox: &'a Sandbox,
+    recorder: Option<&'a Recorder>,
+}
+
 /// From the first KVM_RUN to disks that are flushed and statistics that are written.
 fn run_once(
     config: &mut VmConfig,
     built: Built,
-    signals: &Signals,
     mut control: Option<&mut Server>,
-    tuning: &HostTuning,
-    sandbox: &Sandbox,
+    host: Host<'_>,
 ) -> Result<End, VmError> {
+    let Host { signals, tuning, sandbox, recorder } = host;
     let Built { machine, vcpus, console, results, sources, guest, polling, .. } = built;
     let stdio = config.console == Console::Stdio;
     let terminal =
@@ -98,6 +120,7 @@ fn run_once(
         results: lines.as_ref(),
         polling: &polling,
         tuning,
+        recorder,
         snapshot: &snapshot,
     };
     let wake = control.as_ref().map(|control| control.wake());
@@ -137,6 +160,9 @@ fn run_once(
     } else {
         devices::tell("a vCPU does not stop, for nobody takes its output or its disk hangs");
     }
+    if let Some(recorder) = recorder {
+        recorder.flush();
+    }
     let unflushed: Vec<String> = sources
         .disks
         .iter()
@@ -154,7 +180,8 @@ fn run_once(
     }
     if let (Some(target), Some(last)) = (&config.stats, &last) {
         let guest = guest.lock().unwrap_or_else(PoisonError::into_inner);
-        write_stats(target, &report::report(config, &guest, last, Some(&end)))?;
+        let recording = recorder.map(Recorder::figures);
+        write_stats(target, &report::report(config, &guest, last, recording, Some(&end)))?;
     }
     Ok(end)
 }

@@ -318,6 +318,31 @@ fn contradictions_about_idling() {
 }
 
 #[test]
+fn recordings_that_cannot_be_made_or_replayed() {
+    let place = Place::new();
+    let told = place.refused("--halt passthrough --record @halts");
+    tells(&told, "--record ", &["HLT does not leave the guest", "--halt kernel or user"]);
+    tells(&place.refused("--halt user --record @none/halts"), "--record ", &["no such file"]);
+    tells(&place.refused("--halt user --record @vmlinux"), "--record ", &["file of --kernel"]);
+    let told = place.refused_as_nobody("--record /dev/null");
+    tells(&told, "--record /dev/null: cannot trace KVM: /sys/kernel/", &["--halt user"]);
+    assert!(!place.path("halts").exists());
+
+    let replay = |path: &Path, options: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pollux"));
+        command.arg("replay").arg(path).args(options.split_whitespace());
+        line(&format!("{} {options}", path.display()), command.output().unwrap())
+    };
+    let noise = place.path("noise");
+    fs::write(&noise, [0xa5; 200]).unwrap();
+    tells(&replay(&noise, ""), "FILE ", &["not a recording", "pollux run --record"]);
+    tells(&replay(&place.path("none"), ""), "FILE ", &["no such file"]);
+    tells(&replay(&noise, "--halt-poll-ns 1us,2"), "FILE ", &["not a recording"]);
+    tells(&replay(&noise, "--halt-poll-ns 1us,2m"), "--halt-poll-ns 2m: not a time", &["200us"]);
+    tells(&replay(&noise, "--until never"), "--until never: not a time", &[]);
+}
+
+#[test]
 fn no_kernel_and_no_command() {
     let run = |args: &[&str]| {
         let output = Command::new(env!("CARGO_BIN_EXE_pollux")).args(args).output().unwrap();

@@ -74,6 +74,8 @@ const STEPS: [Step; 8] = [
                 "--test",
                 "control",
                 "--test",
+                "record",
+                "--test",
                 "oracle",
                 "--test",
                 "sandbox",

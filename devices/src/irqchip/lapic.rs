@@ -312,6 +312,11 @@ impl LocalApic {
         self.timer.deadline_ns(now)
     }
 
+    /// The vector of the timer's interrupt.
+    pub fn timer_vector(&self) -> u8 {
+        self.lvt(Lvt::Timer) as u8
+    }
+
     /// Lets the timer fire if its time has come; true if it did.
     #[inline]
     pub fn timer_tick(&mut self, now: Now) -> bool {

@@ -109,6 +109,8 @@ pub struct LapicShared {
     pub(super) irr: AtomicVectorSet,
     /// Trigger mode register: the vectors that came level triggered.
     pub(super) tmr: AtomicVectorSet,
+    /// The vectors that came from another local APIC, when they last came from anywhere.
+    ipis: AtomicVectorSet,
     requests: AtomicU32,
     addressing: AtomicU32,
     id: u32,
@@ -120,6 +122,7 @@ impl LapicShared {
         LapicShared {
             irr: AtomicVectorSet::default(),
             tmr: AtomicVectorSet::default(),
+            ipis: AtomicVectorSet::default(),
             requests: AtomicU32::new(0),
             addressing: AtomicU32::new(addressing.pack()),
             id,
@@ -130,6 +133,11 @@ impl LapicShared {
     /// The APIC identifier: the vCPU's number.
     pub fn id(&self) -> u32 {
         self.id
+    }
+
+    /// Whether `vector` was last requested by a local APIC, and not by a device.
+    pub fn is_ipi(&self, vector: u8) -> bool {
+        self.ipis.contains(vector)
     }
 
     /// Whether a non-maskable interrupt waits to be taken.
@@ -198,15 +206,16 @@ impl LapicShared {
         if self.irr.insert(vector) { Requested::New } else { Requested::Again }
     }
 
-    /// Takes a message that is addressed to this APIC; true if it was accepted. `own` says that the
-    /// owner itself sends it, and so needs no notification.
+    /// Takes a message that is addressed to this APIC; true if it was accepted. `from` is who sends it:
+    /// the owner itself needs no notification.
     #[inline]
-    fn receive(&self, interrupt: &Interrupt, addressing: Addressing, own: bool) -> bool {
+    fn receive(&self, interrupt: &Interrupt, addressing: Addressing, from: Option<u32>) -> bool {
         let (accepted, news) = match interrupt.mode {
             DeliveryMode::Fixed | DeliveryMode::LowestPriority => {
                 if !addressing.software_enabled {
                     return false;
                 }
+                self.ipis.assign(interrupt.vector, from.is_some());
                 match self.request(interrupt.vector, interrupt.level) {
                     Requested::New => (true, true),
                     // Whoever set the bit notifies, or has done so.
@@ -229,7 +238,7 @@ impl LapicShared {
             }
             DeliveryMode::Smi | DeliveryMode::ExtInt => (false, false),
         };
-        if news && !own {
+        if news && from != Some(self.id) {
             self.notify.notify();
         }
         accepted
@@ -279,7 +288,7 @@ impl ApicBus {
             let Some(lapic) = lapic else { return false };
             let addressing = lapic.addressing();
             return addressing.mode != ApicMode::Disabled
-                && lapic.receive(interrupt, addressing, from == Some(id));
+                && lapic.receive(interrupt, addressing, from);
         }
         let targets = self.lapics.iter().filter_map(|lapic| {
             let addressing = lapic.addressing();
@@ -292,7 +301,7 @@ impl ApicBus {
             matches.then_some((lapic, addressing))
         });
         let deliver = |(lapic, addressing): (&Arc<LapicShared>, Addressing)| {
-            lapic.receive(interrupt, addressing, from == Some(lapic.id))
+            lapic.receive(interrupt, addressing, from)
         };
         if interrupt.mode == DeliveryMode::LowestPriority {
             // Among equals the vector decides, so that an interrupt stays on its CPU and different

@@ -5,6 +5,7 @@ mod control;
 mod failing;
 mod oracle;
 mod packed;
+mod record;
 mod user;
 mod verify;
 

@@ -21,7 +21,7 @@ pub use files::directory_of;
 pub use halt::{Halt, HaltPoll, HostParameter};
 pub use idle::{GuestHaltPoll, GuestIdle};
 pub use pin::Pinning;
-pub use units::size_bytes;
+pub use units::{long_time_ns, number, size_bytes, switch, time_ns};
 
 use crate::boot::{BootError, acpi};
 use crate::cli::RunArgs;
@@ -89,6 +89,9 @@ pub struct VmConfig {
     pub on_reboot: OnReboot,
     /// Where the statistics go.
     pub stats: Option<Stats>,
+    /// Where halts are recorded, if they are.
+    #[serde(serialize_with = "path_as_text_if_any")]
+    pub record: Option<PathBuf>,
     /// Where the control socket is, if there is one.
     #[serde(serialize_with = "path_as_text_if_any")]
     pub control: Option<PathBuf>,
@@ -170,6 +173,12 @@ impl VmConfig {
             .hint(format!("use at most {DISKS_MAX}")));
         }
         let (halt, halt_poll) = halt::parse(args)?;
+        if let (Halt::Passthrough, Some(path)) = (halt, &args.record) {
+            let problem = "with --halt passthrough HLT does not leave the guest, so there is no halt to \
+                           record";
+            return Err(ConfigError::new("--record", path.display(), problem)
+                .hint("use --halt kernel or user"));
+        }
         let (guest_idle, guest_halt_poll) = idle::parse(args)?;
         let queues = disks.iter().map(|disk| u32::from(disk.queues)).sum();
         let pin = match &args.pin {
@@ -225,6 +234,7 @@ impl VmConfig {
                 Some("-") => Stats::Stdout,
                 _ => Stats::File(path.to_owned()),
             }),
+            record: args.record.clone(),
             control: args.control.clone(),
             sandbox: units::choice("--sandbox", &args.sandbox, &[("on", true), ("off", false)])?,
         })
@@ -249,6 +259,7 @@ impl VmConfig {
         if let Some(Stats::File(path)) = &self.stats {
             outputs.push(("--stats", path));
         }
+        outputs.extend(self.record.as_deref().map(|path| ("--record", path)));
         outputs.extend(self.control.as_deref().map(|path| ("--control", path)));
         for (option, path) in &outputs {
             files::check_output(option, path)?;
@@ -365,7 +376,7 @@ fn parse_console(text: &str) -> Result<Console, ConfigError> {
 }
 
 /// JSON has no other strings than Unicode ones; a path that is none keeps what can be kept.
-fn path_as_text<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
+pub(crate) fn path_as_text<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(&path.display())
 }
 

@@ -23,7 +23,21 @@ pub fn size_bytes(option: &'static str, text: &str) -> Result<u64, ConfigError> 
 
 /// Parses a time in nanoseconds of at most `u32::MAX`, which is the width of the kernel's
 /// parameters: plain nanoseconds, or a number with `ns`, `us`, `ms` or `s`.
-pub(super) fn time_ns(option: &'static str, text: &str) -> Result<u32, ConfigError> {
+///
+/// # Errors
+/// It is no time, or longer.
+pub fn time_ns(option: &'static str, text: &str) -> Result<u32, ConfigError> {
+    u32::try_from(long_time_ns(option, text)?).map_err(|_| {
+        ConfigError::new(option, text, "too long")
+            .hint("use at most 4294967295 ns, which is about 4 s")
+    })
+}
+
+/// Parses a time in nanoseconds of 64 bits, in the same form.
+///
+/// # Errors
+/// It is no time, or longer.
+pub fn long_time_ns(option: &'static str, text: &str) -> Result<u64, ConfigError> {
     let bad = || {
         ConfigError::new(option, text, "not a time")
             .hint("use nanoseconds, or a number with us, ms or s, as 200us")
@@ -36,18 +50,17 @@ pub(super) fn time_ns(option: &'static str, text: &str) -> Result<u32, ConfigErr
         "s" => 1_000_000_000,
         _ => return Err(bad()),
     };
-    decimal(digits)
-        .ok_or_else(bad)?
+    let number = decimal(digits).ok_or_else(bad)?;
+    number
         .and_then(|number| number.checked_mul(factor))
-        .and_then(|time| u32::try_from(time).ok())
-        .ok_or_else(|| {
-            ConfigError::new(option, text, "too long")
-                .hint("use at most 4294967295 ns, which is about 4 s")
-        })
+        .ok_or_else(|| ConfigError::new(option, text, "too long").hint("use less than 2^64 ns"))
 }
 
 /// Parses a plain decimal number of 32 bits.
-pub(super) fn number(option: &'static str, text: &str) -> Result<u32, ConfigError> {
+///
+/// # Errors
+/// It is none, or larger.
+pub fn number(option: &'static str, text: &str) -> Result<u32, ConfigError> {
     decimal(text)
         .ok_or_else(|| ConfigError::new(option, text, "not a number").hint("use decimal digits"))?
         .and_then(|number| u32::try_from(number).ok())
@@ -55,7 +68,10 @@ pub(super) fn number(option: &'static str, text: &str) -> Result<u32, ConfigErro
 }
 
 /// Parses one of the words in `choices`.
-pub(super) fn choice<T: Copy>(
+///
+/// # Errors
+/// It is another.
+pub fn choice<T: Copy>(
     option: &'static str,
     text: &str,
     choices: &[(&str, T)],
@@ -68,12 +84,15 @@ pub(super) fn choice<T: Copy>(
 }
 
 /// Parses `on` or `off`.
-pub(super) fn switch(option: &'static str, text: &str) -> Result<bool, ConfigError> {
+///
+/// # Errors
+/// It is neither.
+pub fn switch(option: &'static str, text: &str) -> Result<bool, ConfigError> {
     choice(option, text, &[("on", true), ("off", false)])
 }
 
 /// "a", "a or b", "a, b or c".
-pub(super) fn alternatives(words: &[&str]) -> String {
+pub fn alternatives(words: &[&str]) -> String {
     match words {
         [] => String::new(),
         [word] => (*word).to_owned(),

@@ -11,6 +11,7 @@ use serde_json::{Map, Value as Json, json};
 use crate::config::{HostParameter, VmConfig, one_line, reason};
 use crate::input::PortInput;
 use crate::lifecycle::{End, Lifecycle};
+use crate::record::Recorder;
 use crate::stats::channel::GuestReport;
 use crate::stats::{Snapshot, Sources, report};
 use crate::tuning::HostTuning;
@@ -44,6 +45,8 @@ pub struct Live<'a> {
     pub polling: &'a Polling,
     /// The host's parameters.
     pub tuning: &'a HostTuning,
+    /// Where halts are recorded, if they are.
+    pub recorder: Option<&'a Recorder>,
     /// Takes a snapshot of all figures, which disturbs the guest a little.
     pub snapshot: &'a dyn Fn() -> Snapshot,
 }
@@ -65,7 +68,8 @@ impl Live<'_> {
     pub fn stats(&self) -> Json {
         let last = (self.snapshot)();
         let guest = self.guest.lock().unwrap_or_else(PoisonError::into_inner);
-        report::report(self.config, &guest, &last, None)
+        let recording = self.recorder.map(Recorder::figures);
+        report::report(self.config, &guest, &last, recording, None)
     }
 
     fn carry_out(&mut self, request: Request) -> Result<Map<String, Json>, String> {

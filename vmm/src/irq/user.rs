@@ -4,12 +4,14 @@
 use std::io;
 use std::os::unix::thread::JoinHandleExt;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle, Thread};
 use std::time::Duration;
 
 use devices::irqchip::Notify;
 use vmm_sys_util::signal::SIGRTMIN;
+
+use crate::vcpu::user::host_tsc;
 
 /// In user space and awake: it looks at its local APIC before it sleeps or enters.
 const AWAKE: u32 = 0;
@@ -24,12 +26,26 @@ const ASLEEP: u32 = 2;
 pub struct VcpuWake {
     state: AtomicU32,
     thread: OnceLock<(Thread, libc::pthread_t)>,
+    /// Who wakes a sleeper notes when.
+    timed: AtomicBool,
+    /// The host's time stamp counter when a sleeper was last woken.
+    woken_tsc: AtomicU64,
 }
 
 impl VcpuWake {
     /// Says which thread the vCPU runs on. Until then, nobody is woken.
     pub fn attach(&self, thread: &JoinHandle<()>) {
         let _ = self.thread.set((thread.thread().clone(), thread.as_pthread_t()));
+    }
+
+    /// From now on, the time at which a sleeper is woken is noted.
+    pub fn note_times(&self) {
+        self.timed.store(true, Ordering::Relaxed);
+    }
+
+    /// The host's time stamp counter when the vCPU was last woken from its sleep by a notification.
+    pub fn woken_tsc(&self) -> u64 {
+        self.woken_tsc.load(Ordering::Relaxed)
     }
 
     /// The vCPU is about to enter the guest; it looks at its local APIC once more after this.
@@ -65,6 +81,9 @@ impl Notify for VcpuWake {
         let mine = self.state.compare_exchange(state, AWAKE, Ordering::SeqCst, Ordering::SeqCst);
         let (Ok(_), Some((thread, handle))) = (mine, self.thread.get()) else { return };
         if state == ASLEEP {
+            if self.timed.load(Ordering::Relaxed) {
+                self.woken_tsc.store(host_tsc(), Ordering::Relaxed);
+            }
             thread.unpark();
         } else {
             // SAFETY: the vCPU's thread is joined only after everything that notifies it is gone or

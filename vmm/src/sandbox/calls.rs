@@ -220,6 +220,9 @@ const MAIN: &[Call] = &[
     any(libc::SYS_timer_delete),
 ];
 
+/// To wait for the kernel's events; the file is open.
+const RECORDER: &[Call] = &[any(libc::SYS_poll)];
+
 /// Once more what it does before: the guest is booted anew.
 const BUILD: &[Call] = &[any(libc::SYS_fstatfs), any(libc::SYS_faccessat2)];
 
@@ -242,6 +245,10 @@ pub(super) fn worker() -> Vec<Call> {
 
 pub(super) fn vcpu() -> Vec<Call> {
     [COMMON, VCPU].concat()
+}
+
+pub(super) fn recorder() -> Vec<Call> {
+    [COMMON, RECORDER].concat()
 }
 
 /// A filter that lets these calls through and traps all others.

@@ -38,6 +38,8 @@ pub enum Kind {
     Worker,
     /// A vCPU's thread.
     Vcpu,
+    /// Writes a recording of halts.
+    Recorder,
 }
 
 /// What the threads of this process may do.
@@ -50,6 +52,7 @@ struct Filters {
     starter: Vec<BpfProgram>,
     worker: Vec<BpfProgram>,
     vcpu: Vec<BpfProgram>,
+    recorder: Vec<BpfProgram>,
 }
 
 impl Sandbox {
@@ -72,6 +75,7 @@ impl Sandbox {
             starter: vec![calls::filter(&calls::starter())?, calls::no_clone3()?],
             worker: vec![calls::filter(&calls::worker())?],
             vcpu: vec![calls::filter(&calls::vcpu())?],
+            recorder: vec![calls::filter(&calls::recorder())?],
         };
         Ok(Self(Some(Arc::new(filters))))
     }
@@ -107,6 +111,7 @@ impl Sandbox {
             Kind::Starter => &filters.starter,
             Kind::Worker => &filters.worker,
             Kind::Vcpu => &filters.vcpu,
+            Kind::Recorder => &filters.recorder,
         };
         for filter in filters {
             seccompiler::apply_filter(filter).map_err(|error| match error {
@@ -220,7 +225,7 @@ mod tests {
     fn no_thread_does_what_no_thread_has_to() {
         let nobody: [Try; 6] =
             [execute, fork, make_socket, trace, map_code, type_into_the_terminal];
-        for kind in [Kind::Main, Kind::Starter, Kind::Worker, Kind::Vcpu] {
+        for kind in [Kind::Main, Kind::Starter, Kind::Worker, Kind::Vcpu, Kind::Recorder] {
             for (number, call) in nobody.into_iter().enumerate() {
                 assert_eq!(errno_in(kind, call), libc::EPERM, "{kind:?}, call {number}");
             }
@@ -230,13 +235,16 @@ mod tests {
     #[test]
     fn each_kind_does_its_own_work_and_not_the_others() {
         // What gets as far as the kernel finds no such descriptor.
-        let table: [(Kind, Try, i32); 7] = [
+        let table: [(Kind, Try, i32); 10] = [
             (Kind::Vcpu, run_a_vcpu, libc::EBADF),
             (Kind::Vcpu, write_a_disk, libc::EPERM),
             (Kind::Vcpu, open_for_writing, libc::EPERM),
             (Kind::Worker, write_a_disk, libc::EBADF),
             (Kind::Worker, run_a_vcpu, libc::EPERM),
             (Kind::Worker, open_for_writing, libc::EPERM),
+            (Kind::Recorder, run_a_vcpu, libc::EPERM),
+            (Kind::Recorder, write_a_disk, libc::EPERM),
+            (Kind::Recorder, open_for_writing, libc::EPERM),
             (Kind::Main, open_for_writing, 0),
         ];
         for (kind, call, errno) in table {

@@ -48,7 +48,7 @@ impl Violation {
     }
 
     fn from_bits(bits: u64) -> Option<Self> {
-        let kinds = [Kind::Main, Kind::Starter, Kind::Worker, Kind::Vcpu];
+        let kinds = [Kind::Main, Kind::Starter, Kind::Worker, Kind::Vcpu, Kind::Recorder];
         let kind = kinds.into_iter().find(|&kind| kind as u8 == (bits >> 32) as u8)?;
         let foreign = bits & Self::FOREIGN != 0;
         (bits != 0).then_some(Self { kind, call: bits as u32, foreign })
@@ -62,6 +62,7 @@ impl fmt::Display for Violation {
             Kind::Starter => "the thread that starts workers",
             Kind::Worker => "a disk's worker",
             Kind::Vcpu => "a vCPU",
+            Kind::Recorder => "the thread that writes the recording",
         };
         let number = self.call;
         let call = if self.foreign { None } else { Sysno::new(number as usize) };
@@ -144,7 +145,7 @@ mod tests {
     #[test]
     fn a_violation_fits_a_word_and_names_its_call() {
         assert_eq!(Violation::from_bits(0), None);
-        for kind in [Kind::Main, Kind::Starter, Kind::Worker, Kind::Vcpu] {
+        for kind in [Kind::Main, Kind::Starter, Kind::Worker, Kind::Vcpu, Kind::Recorder] {
             for (call, foreign) in [(0, false), (41, false), (u32::MAX, true)] {
                 let violation = Violation { kind, call, foreign };
                 assert_eq!(Violation::from_bits(violation.to_bits()), Some(violation));

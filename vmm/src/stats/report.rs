@@ -12,9 +12,16 @@ use super::{SCHEMA, Snapshot, VcpuFigures};
 use crate::config::{Halt, Stats, VmConfig};
 use crate::doctor::host;
 use crate::lifecycle::End;
+use crate::record;
 
 /// The whole document. `end`: how the run ended, if it has.
-pub fn report(config: &VmConfig, guest: &GuestReport, last: &Snapshot, end: Option<&End>) -> Json {
+pub fn report(
+    config: &VmConfig,
+    guest: &GuestReport,
+    last: &Snapshot,
+    recording: Option<record::Figures>,
+    end: Option<&End>,
+) -> Json {
     json!({
         "schema": SCHEMA,
         "config": config,
@@ -25,6 +32,7 @@ pub fn report(config: &VmConfig, guest: &GuestReport, last: &Snapshot, end: Opti
         "vcpus": last.vcpus,
         "queues": last.queues,
         "workers": last.workers,
+        "recording": recording,
         "guest": guest.reports,
         "guest_exit_status": guest.exit_status,
         "marks": guest.marks,

@@ -18,6 +18,7 @@ use super::preempted::Watch;
 use super::user::{UserApic, host_tsc};
 use crate::irq::user::VcpuWake;
 use crate::lifecycle::End;
+use crate::record::vcpu::record;
 
 /// Where the kernel does not tell: a gap between two turns of the poll loop that is no turn's work, so
 /// the thread was off its CPU. (Or the CPU was off its own: a host that is a guest itself.)
@@ -42,6 +43,9 @@ pub fn halt(apic: &mut UserApic, interrupts_enabled: bool, stop: &AtomicBool) {
     let outcome = apic.poller.wait(&halted, &apic.clock, window_ns, deadline_ns);
     apic.policy.update(&outcome);
     apic.shared.halts.record(&outcome);
+    if apic.recorder.is_some() {
+        record(apic, now.ns, window_ns, &outcome);
+    }
     apic.shared.halts.set_window_ns(apic.policy.uncut_window_ns());
     if outcome.wake == WakeReason::Deadline
         && let Some(deadline_ns) = deadline_ns

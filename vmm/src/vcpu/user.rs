@@ -12,6 +12,7 @@ use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_run, kvm_sregs};
 use kvm_ioctls::{SyncReg, VcpuFd};
 
 use crate::irq::user::{KickTimer, VcpuWake};
+use crate::record::vcpu::VcpuRecorder;
 use crate::stats::kvm::{Value, Values};
 use crate::vcpu::polling::{Following, SharedParams};
 
@@ -20,7 +21,7 @@ pub const MSR_KVM_POLL_CONTROL: u32 = 0x4b56_4d05;
 const IA32_TSC: u32 = 0x10;
 /// How early a sleeper is to wake for its timer, to spin through the rest. Waking a thread costs
 /// about this much.
-const TIMER_LEAD_NS: u64 = 20_000;
+pub const TIMER_LEAD_NS: u64 = 20_000;
 /// General-purpose registers after INIT (Intel SDM vol. 3, table 10-1): RFLAGS has its fixed bit.
 const RFLAGS_RESET: u64 = 2;
 
@@ -38,7 +39,8 @@ impl TscClock {
         Self { scale: (1_000_000 << 32) / u64::from(tsc_khz.max(1)) }
     }
 
-    fn ns(&self, tsc: u64) -> u64 {
+    /// The time when the time stamp counter was `tsc`, in nanoseconds.
+    pub fn ns(&self, tsc: u64) -> u64 {
         ((u128::from(tsc) * u128::from(self.scale)) >> 32) as u64
     }
 }
@@ -141,6 +143,8 @@ pub struct UserApic {
     pub shared: Arc<UserStats>,
     /// The clock of its timers, and of its halts.
     pub clock: TscClock,
+    /// Where its halts are recorded, if they are.
+    pub recorder: Option<VcpuRecorder>,
     /// Frequency of the TSC, the host's and the guest's.
     pub tsc_khz: u32,
     /// Guest TSC minus host TSC.
@@ -179,6 +183,7 @@ impl UserApic {
             poller: Poller { deadline_lead_ns: TIMER_LEAD_NS },
             shared: Arc::default(),
             clock: TscClock::new(tsc_khz),
+            recorder: None,
             tsc_khz,
             tsc_offset: 0,
             timer: None,
