@@ -360,6 +360,7 @@ fn zeros_are_written_in_pieces_where_the_file_system_cannot_zero() {
 fn discard_and_write_zeroes_check_everything_before_they_do_anything() {
     let mut rig = rig(64);
     let good = segment(0, 8, 0);
+    let flag_in = |bad: u64| (0..17).flat_map(|n| segment(0, 8, 2 * u32::from(n == bad))).collect();
     let cases: &[(&str, u32, Vec<u8>, u8)] = &[
         ("unmap on discard", DISCARD, segment(0, 8, 1), UNSUPP),
         ("unknown flag on discard", DISCARD, segment(0, 8, 2), UNSUPP),
@@ -374,6 +375,10 @@ fn discard_and_write_zeroes_check_everything_before_they_do_anything() {
         ("17 segments", DISCARD, good.repeat(17), IOERR),
         ("the second one is bad", WRITE_ZEROES, [good.clone(), segment(64, 1, 0)].concat(), IOERR),
         ("and of a bad flag", DISCARD, [segment(99, 1, 0), segment(0, 1, 4)].concat(), UNSUPP),
+        ("a bad flag before half", DISCARD, [segment(0, 8, 1), good[..8].to_vec()].concat(), UNSUPP),
+        ("17, the first of a bad flag", DISCARD, segment(0, 8, 2).repeat(17), UNSUPP),
+        ("17, the 16th of one", WRITE_ZEROES, flag_in(15), UNSUPP),
+        ("17, the last of one, which is one too many", WRITE_ZEROES, flag_in(16), IOERR),
     ];
     for (name, kind, data, status) in cases {
         assert_eq!(rig.request(*kind, 0, data, 0).status, *status, "{name}");

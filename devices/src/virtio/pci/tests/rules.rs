@@ -343,6 +343,26 @@ fn the_bar_is_accessible_through_configuration_space_without_being_mapped() {
 }
 
 #[test]
+fn a_short_write_of_the_access_register_leaves_its_other_bytes() {
+    let Machine { mut pci, .. } = machine();
+    let data = pci.pci_access.capability + 16;
+    let address = (pci.common.offset + common::QUEUE_DESC) as u32;
+    access(&mut pci, address, 4);
+    pci.write_config(data, &0x1122_3340u32.to_le_bytes());
+    assert_eq!(pci.config_u32(data), 0x1122_3340);
+    pci.write_config(data, &[0x50]);
+    assert_eq!(pci.config_u32(data), 0x1122_3350);
+    pci.write_config(data + 2, &[0x66, 0x77]);
+    assert_eq!(pci.config_u32(data), 0x7766_3350);
+    // Beside it nothing is written; from before it into it, the length is still 4.
+    access(&mut pci, address + 4, 4);
+    pci.write_config(data - 4, &4u32.to_le_bytes());
+    assert_eq!(pci.config_u32(data), 0);
+    pci.write_config(data - 1, &[0, 0x60]);
+    assert_eq!(pci.config_u32(data), 0x7766_3360);
+}
+
+#[test]
 fn an_access_through_configuration_space_that_is_not_legal_does_nothing() {
     let Machine { mut pci, .. } = machine();
     let data = pci.pci_access.capability + 16;
@@ -361,7 +381,7 @@ fn an_access_through_configuration_space_that_is_not_legal_does_nothing() {
     ] {
         access(&mut pci, offset, len_bytes);
         pci.write_config(data, &[1, 0, 0, 0]);
-        assert_eq!(pci.config_u32(data), 0, "{len_bytes} bytes at {offset:#x}");
+        assert_eq!(pci.config_u32(data), 1, "{len_bytes} bytes at {offset:#x}: a register only");
         assert_eq!(pci.status(), 0);
     }
     access(&mut pci, status, 1);
