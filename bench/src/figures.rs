@@ -111,6 +111,13 @@ pub fn of_pollux(
     put("exits_other_per_request", a_request(all.map(|all| (all - known).max(0.0))));
     put("polled_per_request", a_request(run.vcpu("halt", "halt_successful_poll")));
     put("invalid_per_request", a_request(run.vcpu("halt", "halt_poll_invalid")));
+    put("timer_wakes_per_request", a_request(run.vcpu("timer", "wakes")));
+    let taken = |member: &str| {
+        run.counted(member, |thread| thread["context_switches_involuntary"].as_f64())
+    };
+    let seconds = run.seconds().filter(|&seconds| seconds > 0.0);
+    let preemptions = taken("vcpus").map(|vcpus| vcpus + taken("workers").unwrap_or(0.0));
+    put("preemptions_per_s", preemptions.zip(seconds).map(|(taken, seconds)| taken / seconds));
     let (vcpus, workers) = (run.cpu_ns("vcpus"), run.cpu_ns("workers"));
     let micros = |ns: Option<f64>| a_request(ns).map(|ns| ns / 1e3);
     put("vcpu_us_per_request", micros(vcpus));
@@ -201,6 +208,8 @@ mod tests {
             "name": name, "time_ns": u64::from(n) * 1_000_000_000,
             "vcpus": [{
                 "cpu_ns": n * 1_000_000,
+                "context_switches_involuntary": n * 3,
+                "timer": { "wakes": n * 2 },
                 "exits": { "exits": n * 100, "halt_exits": n * 10, "io_exits": n, "mmio_exits": n * 9,
                     "irq_exits": n * 20 },
                 "halt": { "halt_successful_poll": n * 5, "halt_poll_invalid": 0 }
@@ -245,6 +254,8 @@ mod tests {
             ("exits_interrupt_per_request", 0.4),
             ("exits_other_per_request", 1.2),
             ("polled_per_request", 0.1),
+            ("timer_wakes_per_request", 0.04),
+            ("preemptions_per_s", 3.0),
             ("vcpu_us_per_request", 20.0),
             ("worker_us_per_request", 10.0),
             ("host_us_per_request", 30.0),

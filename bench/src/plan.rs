@@ -349,9 +349,15 @@ impl Workload {
         match self.kind {
             Kind::Pipe => format!("pipe-measure {}", self.loops),
             Kind::Fio => {
+                // fio takes whole numbers.
+                let time = if seconds.fract() == 0.0 {
+                    seconds.to_string()
+                } else {
+                    format!("{:.0}ms", seconds * 1e3)
+                };
                 let engine = if self.iodepth == 1 { "psync" } else { "libaio" };
                 let mut line = format!(
-                    "fio-measure {seconds} /dev/vdb rw={} bs={} ioengine={engine} iodepth={} numjobs={}",
+                    "fio-measure {time} /dev/vdb rw={} bs={} ioengine={engine} iodepth={} numjobs={}",
                     self.rw, self.block_size, self.iodepth, self.jobs
                 );
                 if self.think_time_us > 0 {
@@ -417,6 +423,14 @@ mod tests {
         let text = format!("{SMALL}halt_poll_ns = [{many}]\nio_poll_ns = [{many}]");
         let error = Plan::parse(&text, "p").unwrap_err().to_string();
         assert!(error.contains("at most 100000 runs"), "{error}");
+    }
+
+    #[test]
+    fn fio_is_told_a_time_that_it_takes() {
+        let plan = Plan::parse(SMALL, "p").unwrap();
+        for (seconds, expected) in [(4.0, "fio-measure 4 "), (0.25, "fio-measure 250ms ")] {
+            assert!(plan.workloads[0].command(seconds).starts_with(expected));
+        }
     }
 
     #[test]

@@ -46,6 +46,8 @@ pub const FIGURES: &[Figure] = &[
     figure("exits_other_per_request", "other exits a request", None),
     figure("polled_per_request", "halts that ended while the host polled, a request", None),
     figure("invalid_per_request", "polls of the host that ended for nothing, a request", None),
+    figure("timer_wakes_per_request", "halts that a timer ended, a request", None),
+    figure("preemptions_per_s", "times a second that the CPU was taken from a thread", Some(false)),
     figure("ipi_free_per_request", "wakes without an interrupt, a request", None),
     figure("vcpu_us_per_request", "CPU time of vCPU threads a request, us", Some(false)),
     figure("worker_us_per_request", "CPU time of disk workers a request, us", Some(false)),

@@ -8,20 +8,25 @@ use std::time::{Duration, SystemTime};
 
 use serde_json::Value as Json;
 
+use crate::advise::{self, Goal};
 use crate::guest::{Failure, Guest};
 use crate::lines::Interrupt;
+use crate::peer::Peer;
 use crate::plan::{Plan, Workload};
 use crate::progress::Progress;
 use crate::results::{Noise, Results, Row, Run, SCHEMA};
 use crate::schedule::{self, Job, Subject};
 use crate::setting::Setting;
 use crate::subject::{self, Machine};
-use crate::{Error, analysis, figures};
+use crate::{Error, analysis, figures, report, surprises};
 
 /// So many failed runs in a row end the bench.
 const MAX_FAILED: u32 = 3;
 /// The document in the directory of the results.
 pub const DOCUMENT: &str = "results.json";
+/// The other reports.
+const TABLE: &str = "results.csv";
+const PAGE: &str = "report.html";
 
 /// What is asked for.
 pub struct Options {
@@ -35,6 +40,10 @@ pub struct Options {
     pub out: PathBuf,
     /// Go on with what is there.
     pub resume: bool,
+    /// Other monitors that are to run the same.
+    pub peers: Vec<Peer>,
+    /// What to give advice on.
+    pub goal: Option<Goal>,
     /// The words that the user typed.
     pub command: Vec<String>,
 }
@@ -107,14 +116,18 @@ impl<'a> Bench<'a> {
         Ok(bench)
     }
 
+    /// Of each workload, a row a setting, then a row a peer.
     fn rows(&self) -> Vec<Row> {
-        let Options { plan, machine, .. } = self.options;
-        let row = |workload: &Workload, setting: &Setting| Row {
-            id: format!("{}: {setting}", workload.name),
+        let Options { plan, machine, peers, .. } = self.options;
+        let row = |workload: &Workload, monitor: &str, setting: &Setting, command| Row {
+            id: match monitor {
+                "pollux" => format!("{}: {setting}", workload.name),
+                monitor => format!("{}: {monitor} {setting}", workload.name).trim_end().to_owned(),
+            },
             workload: workload.name.clone(),
-            monitor: "pollux".into(),
+            monitor: monitor.into(),
             setting: setting.0.clone(),
-            command: machine.by_hand(workload, setting, &plan.measure),
+            command,
             guest_command: subject::steps(workload, &plan.measure).join("; "),
             runs: Vec::new(),
             summary: BTreeMap::new(),
@@ -122,8 +135,31 @@ impl<'a> Bench<'a> {
             dominated_by: None,
             window_us: Vec::new(),
         };
-        let of = |workload| self.settings.iter().map(move |setting| row(workload, setting));
-        plan.workloads.iter().flat_map(of).collect()
+        let mut rows = Vec::new();
+        for (number, workload) in plan.workloads.iter().enumerate() {
+            for setting in &self.settings {
+                let command = machine.by_hand(workload, setting, &plan.measure);
+                rows.push(row(workload, "pollux", setting, command));
+            }
+            for peer in peers {
+                let idle = self.idle(number);
+                let (words, _) =
+                    peer.command(machine, workload, &plan.measure, &idle, Path::new("."));
+                rows.push(row(workload, peer.name(), &peer.setting(), words));
+            }
+        }
+        rows
+    }
+
+    /// How the guests of peers idle: as that of the workload's first setting.
+    fn idle(&self, workload: usize) -> Vec<String> {
+        let config = self.configs.get(workload).and_then(|configs| configs.first());
+        config.map(advise::guest_cmdline).unwrap_or_default()
+    }
+
+    /// Rows of a workload.
+    fn rows_a_workload(&self) -> usize {
+        self.settings.len() + self.options.peers.len()
     }
 
     /// Takes over the runs of an earlier bench that was asked for the same.
@@ -160,14 +196,13 @@ impl<'a> Bench<'a> {
 
     /// The runs of what a job measures.
     fn runs(&mut self, job: &Job) -> Option<&mut Vec<Run>> {
-        match job.subject {
-            Subject::Twin => Some(&mut self.results.noise.get_mut(job.workload)?.runs),
-            Subject::Setting(setting) => {
-                let row = job.workload * self.settings.len() + setting;
-                Some(&mut self.results.rows.get_mut(row)?.runs)
-            }
-            Subject::Peer(_) => None,
-        }
+        let index = match job.subject {
+            Subject::Twin => return Some(&mut self.results.noise.get_mut(job.workload)?.runs),
+            Subject::Setting(index) => index,
+            Subject::Peer(index) => self.settings.len() + index,
+        };
+        let row = job.workload * self.rows_a_workload() + index;
+        Some(&mut self.results.rows.get_mut(row)?.runs)
     }
 
     fn is_done(&mut self, job: &Job) -> bool {
@@ -179,7 +214,8 @@ impl<'a> Bench<'a> {
     /// # Errors
     /// Guests do not run at all, or the results cannot be written.
     pub fn run(&mut self, progress: &Progress) -> Result<End, Error> {
-        let mut boots = schedule::boots(&self.options.plan, &self.settings, 0);
+        let mut boots =
+            schedule::boots(&self.options.plan, &self.settings, self.options.peers.len());
         boots.iter_mut().for_each(|jobs| jobs.retain(|job| !self.is_done(job)));
         boots.retain(|jobs| !jobs.is_empty());
         progress.start(boots.iter().map(Vec::len).sum());
@@ -223,6 +259,12 @@ impl<'a> Bench<'a> {
             let Some(first) = jobs.first() else { return Ok(()) };
             let Options { plan, machine, .. } = self.options;
             let (workload, setting, _) = self.subject(first)?;
+            if let Subject::Peer(index) = first.subject {
+                let run = self.run_peer(first, index, number, progress)?;
+                self.keep(first, run, progress).map_err(|why| why.to_string())?;
+                done += 1;
+                return Ok(());
+            }
             let words = machine.agent(workload, setting, &plan.measure);
             progress.tell(&format!("booting: {setting}"));
             let mut guest = Guest::boot(&words, self.interrupt)?;
@@ -241,6 +283,21 @@ impl<'a> Bench<'a> {
         (done, failure)
     }
 
+    fn run_peer(
+        &self,
+        job: &Job,
+        index: usize,
+        boot: u32,
+        progress: &Progress,
+    ) -> Result<Run, Failure> {
+        let Options { plan, machine, peers, .. } = self.options;
+        let peer = peers.get(index).ok_or_else(|| "no such peer".to_owned())?;
+        let (workload, ..) = self.subject(job)?;
+        progress.tell(&format!("{}: {}", workload.name, peer.name()));
+        let idle = self.idle(job.workload);
+        peer.run(machine, workload, &plan.measure, &idle, [job.repeat, boot], self.interrupt)
+    }
+
     fn subject(&self, job: &Job) -> Result<(&'a Workload, &Setting, &Json), Failure> {
         let index = match job.subject {
             Subject::Setting(index) => index,
@@ -252,6 +309,13 @@ impl<'a> Bench<'a> {
             (Some(workload), Some(setting), Some(config)) => Ok((workload, setting, config)),
             _ => Err("no such job".to_owned().into()),
         }
+    }
+
+    /// What Pollux makes of a row.
+    fn config(&self, row: &Row) -> Option<&Json> {
+        let at = self.results.rows.iter().position(|found| found.id == row.id)?;
+        let rows = self.rows_a_workload().max(1);
+        self.configs.get(at / rows)?.get(at % rows)
     }
 
     fn measure(
@@ -288,9 +352,14 @@ impl<'a> Bench<'a> {
 
     /// Keeps a run, and what there is, on the disk.
     fn keep(&mut self, job: &Job, run: Run, progress: &Progress) -> Result<(), Error> {
-        let what = match self.subject(job) {
-            Ok((workload, setting, _)) => format!("{}: {setting}", workload.name),
-            Err(_) => String::new(),
+        let what = match (self.subject(job), job.subject) {
+            (Ok((workload, ..)), Subject::Peer(index)) => {
+                let peer = self.options.peers.get(index);
+                let peer = peer.map(|peer| format!("{} {}", peer.name(), peer.setting()));
+                format!("{}: {}", workload.name, peer.unwrap_or_default())
+            }
+            (Ok((workload, setting, _)), _) => format!("{}: {setting}", workload.name),
+            (Err(_), _) => String::new(),
         };
         let again = if job.subject == Subject::Twin { " (again, for the noise)" } else { "" };
         progress.done(&format!("{what}{again}: {}", in_short(&run)));
@@ -314,10 +383,28 @@ impl<'a> Bench<'a> {
     /// It cannot be written.
     pub fn save(&mut self) -> Result<(), Error> {
         analysis::work_out(&mut self.results);
+        self.results.notes = surprises::find(&self.results);
+        if let Some(goal) = &self.options.goal {
+            self.results.advice =
+                advise::advise(&self.results, goal, &|row| self.config(row).cloned());
+        }
         let text = serde_json::to_string_pretty(&self.results)
             .map_err(|why| Error::Failed(format!("{DOCUMENT}: {why}")))?;
         write(&self.options.out, DOCUMENT, &text)
     }
+}
+
+/// Everything that people read, made of the document: in the directory the files, and the text for the
+/// terminal.
+///
+/// # Errors
+/// A file cannot be written.
+pub fn report(results: &Results, out: &Path) -> Result<String, Error> {
+    let table =
+        report::csv::render(results).map_err(|why| Error::Failed(format!("{TABLE}: {why}")))?;
+    write(out, TABLE, &table)?;
+    write(out, PAGE, &report::html::render(results))?;
+    Ok(report::terminal::render(results))
 }
 
 /// Writes a file into the directory of the results, which is made if it is not there; a file is replaced

@@ -123,14 +123,12 @@ impl Setting {
 
 impl fmt::Display for Setting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut blank = "";
-        for axis in AXES {
-            if let Some(value) = self.0.get(axis.name) {
-                write!(f, "{blank}{}={value}", axis.name)?;
-                blank = " ";
-            }
-        }
-        Ok(())
+        let known = AXES.iter().filter_map(|axis| self.0.get_key_value(axis.name));
+        // What is set of a peer is no axis.
+        let other = self.0.iter().filter(|(name, _)| !AXES.iter().any(|axis| axis.name == *name));
+        let words: Vec<String> =
+            known.chain(other).map(|(name, value)| format!("{name}={value}")).collect();
+        f.write_str(&words.join(" "))
     }
 }
 

@@ -9,9 +9,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use ::bench::Error;
+use ::bench::advise::Goal;
+use ::bench::peer::Peer;
 use ::bench::plan::{Boots, Plan};
 use ::bench::progress::Progress;
-use ::bench::runner::{Bench, End, Options};
+use ::bench::runner::{self, Bench, End, Options};
 use ::bench::subject::Machine;
 use serde_json::Value as Json;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -39,8 +41,7 @@ pub fn exit_status(error: &Error) -> u8 {
 pub fn run(args: &BenchArgs) -> Result<u8, Error> {
     let plan = plan(args)?;
     if args.print_plan {
-        // Nobody to read it is no error of ours.
-        let _ = io::stdout().write_all(plan.to_toml().as_bytes());
+        println(plan.to_toml().trim_end());
         return Ok(0);
     }
     let name = Path::new(&args.plan).file_stem().unwrap_or_default().to_string_lossy().into_owned();
@@ -60,6 +61,13 @@ pub fn run(args: &BenchArgs) -> Result<u8, Error> {
         },
         out,
         resume: args.resume,
+        peers: args
+            .peers
+            .iter()
+            .map(|peer| Peer::parse(peer))
+            .collect::<Result<Vec<_>, _>>()?
+            .concat(),
+        goal: args.advise.as_deref().map(Goal::parse).transpose()?,
         command: std::env::args().collect(),
         plan,
     };
@@ -78,10 +86,25 @@ pub fn run(args: &BenchArgs) -> Result<u8, Error> {
     let progress = Progress::new();
     let end = bench.run(&progress);
     progress.end();
+    // Also what was measured before something failed.
+    let text = runner::report(&bench.results, &options.out)?;
+    println(text.trim_end());
+    let out = options.out.display();
     match end? {
-        End::Complete => Ok(0),
-        End::Interrupted => Ok(INTERRUPTED),
+        End::Complete => {
+            println(&format!("\nThe report is {out}/report.html."));
+            Ok(0)
+        }
+        End::Interrupted => {
+            println(&format!("\nInterrupted; what was measured is in {out}, --resume goes on."));
+            Ok(INTERRUPTED)
+        }
     }
+}
+
+/// Nobody to read it is no error of ours.
+fn println(line: &str) {
+    let _ = writeln!(io::stdout(), "{line}");
 }
 
 /// The plan with what the command line says otherwise.

@@ -265,6 +265,19 @@ pub struct BenchArgs {
     #[arg(long, value_name = "SECONDS")]
     pub seconds: Option<f64>,
 
+    /// Say what to set for a goal, as options of Pollux, of the module kvm and of the guest's kernel:
+    /// balanced, or a limit of mean, p50, p99 or p99.9, as p99<300us.
+    #[arg(long, value_name = "GOAL")]
+    pub advise: Option<String>,
+
+    /// Run the same guest, disk and workload under another monitor too, as further rows: qemu[=PATH],
+    /// cloud-hypervisor[=PATH] or firecracker[=PATH]. May be given more than once.
+    ///
+    /// Their guests idle as that of the first setting; how the host polls for them is the module
+    /// kvm's matter.
+    #[arg(long = "peer", value_name = "NAME[=PATH]")]
+    pub peers: Vec<String>,
+
     /// Give each run a boot of its own, instead of changing parameters while a guest runs.
     #[arg(long)]
     pub boot_each: bool,

@@ -39,27 +39,12 @@ const PARALLEL: &str = "tcg,thread=multi";
 const GUEST_LIMIT: Duration = Duration::from_secs(60);
 
 /// Runs a shell script, which runs `count` guests one after the other in one place, and gives the
-/// documents that they leave on its output. On the emulated machine its CPUs run at the same time; if
-/// a guest is stuck there, all run again where they take turns.
+/// documents that they leave on its output; see [`output`].
 ///
 /// # Errors
 /// A guest did not run.
 pub fn documents(lab: &Lab, script: &str, count: usize) -> Result<Vec<Json>> {
-    let timeout = GUEST_LIMIT * u32::try_from(count).unwrap_or(u32::MAX);
-    let turns = Options { scratch_mib: 0, timeout, ..Options::default() };
-    let parallel = Options { accel: PARALLEL.into(), no_retry: true, ..turns.clone() };
-    let (mut outcome, mut documents) = attempt(lab, &parallel, script)?;
-    if matches!(lab, Lab::Emulated(_))
-        && matches!(outcome, Outcome::TimedOut | Outcome::LabFailed(_))
-    {
-        step(
-            "again, and the emulated machine's CPUs take turns now: figures of polling are worse than true",
-        );
-        (outcome, documents) = attempt(lab, &turns, script)?;
-    }
-    if outcome != Outcome::Exited(0) {
-        bail!("the guests did not run: {outcome:?}");
-    }
+    let documents = output(lab, script, count)?;
     let documents = serde_json::Deserializer::from_slice(&documents)
         .into_iter::<Json>()
         .collect::<std::result::Result<Vec<_>, _>>()
@@ -68,6 +53,30 @@ pub fn documents(lab: &Lab, script: &str, count: usize) -> Result<Vec<Json>> {
         bail!("{} guests reported, not {count}", documents.len());
     }
     Ok(documents)
+}
+
+/// Runs a shell script, which runs `count` guests, and gives its output. On the emulated machine its
+/// CPUs run at the same time; if a guest is stuck there, all run again where they take turns.
+///
+/// # Errors
+/// A guest did not run.
+pub fn output(lab: &Lab, script: &str, count: usize) -> Result<Vec<u8>> {
+    let timeout = GUEST_LIMIT * u32::try_from(count).unwrap_or(u32::MAX);
+    let turns = Options { scratch_mib: 0, timeout, ..Options::default() };
+    let parallel = Options { accel: PARALLEL.into(), no_retry: true, ..turns.clone() };
+    let (mut outcome, mut written) = attempt(lab, &parallel, script)?;
+    if matches!(lab, Lab::Emulated(_))
+        && matches!(outcome, Outcome::TimedOut | Outcome::LabFailed(_))
+    {
+        step(
+            "again, and the emulated machine's CPUs take turns now: figures of polling are worse than true",
+        );
+        (outcome, written) = attempt(lab, &turns, script)?;
+    }
+    if outcome != Outcome::Exited(0) {
+        bail!("the guests did not run: {outcome:?}");
+    }
+    Ok(written)
 }
 
 /// Runs the script; gives what it wrote to standard output.

@@ -33,7 +33,7 @@ struct Step {
 }
 
 /// All steps, in the order in which they run.
-const STEPS: [Step; 7] = [
+const STEPS: [Step; 8] = [
     Step { name: "format", run: |_| check(cargo(&["fmt", "--all", "--check"])) },
     Step {
         name: "lint",
@@ -51,6 +51,8 @@ const STEPS: [Step; 7] = [
             tests(cargo(&what))
         },
     },
+    // The report of `pollux bench` in a real browser.
+    Step { name: "browser", run: browser },
     // Guests of a few instructions on this machine's KVM.
     Step {
         name: "tiny",
@@ -191,6 +193,14 @@ fn dependencies(_: &mut Suite) -> Result<Tally> {
         return Ok(Tally::default());
     }
     check(cargo(&["deny", "--offline", "check", "licenses", "bans", "sources"]))
+}
+
+/// Tests that need a browser: any Chromium will do, Debian's smallest is installed if there is none.
+fn browser(_: &mut Suite) -> Result<Tally> {
+    if !["chromium", "chromium-browser"].iter().any(|name| util::find_program(name).is_some()) {
+        util::ensure_programs(&[("chromium-headless-shell", "chromium-headless-shell")])?;
+    }
+    tests(cargo(&["test", "--package", "bench", "--test", "browser", "--", "--ignored"]))
 }
 
 /// Test programs run by cargo: passes their output on and adds up their results. A failure that no

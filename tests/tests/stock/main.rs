@@ -1,5 +1,6 @@
 //! Stock Debian guests, where KVM can run them: `cargo xtask test` runs these in the lab.
 
+mod bench;
 mod control;
 mod failing;
 mod oracle;
