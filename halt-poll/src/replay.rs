@@ -88,8 +88,8 @@ impl AddAssign for Prediction {
 /// `host`: the host's parameters. `guest`: those of the guest's haltpoll governor, if the guest is to
 /// have it; its driver then forbids the host to poll (`MSR_KVM_POLL_CONTROL`), so `host` has no effect.
 /// Without it the guest halts at once. `wake_cost_ns`: what it costs to wake a vCPU's thread that sleeps,
-/// in nanoseconds, for instance [`Recording::wake_cost_ns`]; a recorded halt that slept and does not tell
-/// is taken to have cost this too.
+/// in nanoseconds, for instance [`Recording::wake_cost_ns`]: of a recorded halt that does not tell, as
+/// one that did not sleep. One that tells is taken to cost what it did.
 ///
 /// Windows begin at 0. Halts after which the guest had [polled](Recording::after_guest_polling) are
 /// taken as they are, though the guest was idle for longer.
@@ -139,13 +139,14 @@ impl Vcpu {
     fn idle(&mut self, halt: &Halt) {
         // Who sleeps until a deadline that it knows wakes early enough, and spins through the rest.
         let lead_ns = if halt.source == Source::Timer { self.deadline_lead_ns } else { 0 };
-        let wake_cost_ns = if lead_ns > 0 { 0 } else { self.wake_cost_ns };
+        let usual_ns = if lead_ns > 0 { 0 } else { self.wake_cost_ns };
+        // One who sleeps again pays what it paid: costs are spread widely, and windows follow each of them.
+        let wake_cost_ns = halt.wake_cost_ns.map_or(usual_ns, u64::from);
         // Neither polled nor slept: the wake was there at once.
         let mut idle_ns = halt.polled_ns.map_or(0, u64::from);
         if halt.slept {
-            let cost_ns = halt.wake_cost_ns.map_or(wake_cost_ns, u64::from);
             // It was idle at least for as long as it polled in vain.
-            idle_ns = halt.halt_ns.saturating_sub(cost_ns).max(idle_ns);
+            idle_ns = halt.halt_ns.saturating_sub(wake_cost_ns).max(idle_ns);
         }
         self.prediction.idles += 1;
         let Some(governor) = &mut self.governor else {
@@ -378,6 +379,20 @@ mod tests {
         let driver = guest::Params { guest_halt_poll_ns: 0, ..guest::Params::default() };
         let with = total(&simulate(&recording, Params::default(), Some(driver), WAKE_COST_NS));
         assert_eq!((with.halts, with.halt_attempted_poll, with.polled_ns()), (50, 0, 0));
+    }
+
+    #[test]
+    fn a_halt_that_sleeps_again_costs_what_it_did() {
+        let mut recording = slept(&[100_000; 20]);
+        for (halt, cost_ns) in recording.vcpus[0].iter_mut().zip([7_000, 107_000].iter().cycle()) {
+            *halt =
+                Halt { halt_ns: 100_000 + cost_ns, wake_cost_ns: Some(*cost_ns as u32), ..*halt };
+        }
+        // Every second halt is longer than the maximum, and shrinks the window that the others make.
+        let params = Params { max_ns: 150_000, ..Params::default() };
+        let predicted = total(&simulate(&recording, params, None, 7_000));
+        assert_eq!((predicted.halt_attempted_poll, predicted.hits()), (10, 0));
+        assert_eq!(predicted.added_latency_ns, 10 * 7_000 + 10 * 107_000);
     }
 
     #[test]

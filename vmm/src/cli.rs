@@ -341,7 +341,8 @@ pub struct ReplayArgs {
     #[arg(long, value_name = "on|off,...")]
     pub guest_halt_poll_allow_shrink: Option<String>,
 
-    /// What it costs to wake a vCPU's thread that sleeps (default: the median of the recording).
+    /// What it costs to wake a vCPU's thread that sleeps, where a recorded halt does not tell (default: the
+    /// median of those that do).
     #[arg(long, value_name = "TIME")]
     pub wake_cost_ns: Option<String>,
 

@@ -270,9 +270,15 @@ fn table(recording: &Recording, wake_cost: WakeCost, rows: &[Row], took: Duratio
         let _ = writeln!(text, "the file ends within a block, as of a run that was killed");
     }
     let _ = match wake_cost {
-        WakeCost::Asked(ns) => writeln!(text, "waking a sleeper costs {}", time(ns.into())),
+        WakeCost::Asked(ns) => {
+            writeln!(text, "waking a sleeper costs {} where no halt tells", time(ns.into()))
+        }
         WakeCost::Recorded(ns) => {
-            writeln!(text, "waking a sleeper costs {}, the median of these halts", time(ns.into()))
+            writeln!(
+                text,
+                "waking a sleeper costs {}, the median, where no halt tells",
+                time(ns.into())
+            )
         }
     };
     let _ =
