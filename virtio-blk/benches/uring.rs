@@ -52,29 +52,26 @@ enum Tasks {
 
 const ENGINE: Variant = Variant {
     name: "the engine's",
-    tasks: Tasks::Deferred,
-    fixed_file: true,
+    tasks: Tasks::Interrupt,
+    fixed_file: false,
     fixed_buffers: false,
     batch: true,
-    kick: false,
+    kick: true,
 };
 
-const VARIANTS: [Variant; 10] = [
+const VARIANTS: [Variant; 8] = [
     ENGINE,
-    Variant { name: "without a registered file", fixed_file: false, ..ENGINE },
-    Variant { name: "COOP_TASKRUN instead of DEFER_TASKRUN", tasks: Tasks::Cooperative, ..ENGINE },
-    Variant { name: "SINGLE_ISSUER only", tasks: Tasks::SingleIssuer, ..ENGINE },
-    Variant { name: "neither", tasks: Tasks::Interrupt, ..ENGINE },
-    Variant { name: "with registered buffers", fixed_buffers: true, ..ENGINE },
-    Variant { name: "an enter for each submission", batch: false, ..ENGINE },
-    Variant { name: "with the kick's read in flight", kick: true, ..ENGINE },
+    Variant { name: "with a registered file", fixed_file: true, ..ENGINE },
     Variant {
-        name: "nothing of all this",
-        tasks: Tasks::Interrupt,
-        fixed_file: false,
-        batch: false,
+        name: "with registered file and buffers",
+        fixed_file: true,
+        fixed_buffers: true,
         ..ENGINE
     },
+    Variant { name: "with COOP_TASKRUN", tasks: Tasks::Cooperative, ..ENGINE },
+    Variant { name: "with SINGLE_ISSUER", tasks: Tasks::SingleIssuer, ..ENGINE },
+    Variant { name: "with SINGLE_ISSUER, DEFER_TASKRUN", tasks: Tasks::Deferred, ..ENGINE },
+    Variant { name: "an enter for each submission", batch: false, ..ENGINE },
     Variant { name: "the engine's, again", ..ENGINE },
 ];
 
@@ -156,7 +153,9 @@ fn run(file: &File, variant: Variant, depth: usize) -> io::Result<Measured> {
     };
     let mut ring = builder.build(depth as u32 + 1)?;
     let kick = EventFd::new(0)?;
-    ring.submitter().register_files(&[file.as_raw_fd(), kick.as_raw_fd()])?;
+    if variant.fixed_file {
+        ring.submitter().register_files(&[file.as_raw_fd()])?;
+    }
     if variant.fixed_buffers {
         let vectors: Vec<libc::iovec> = blocks
             .iter_mut()
@@ -167,8 +166,9 @@ fn run(file: &File, variant: Variant, depth: usize) -> io::Result<Measured> {
     }
     if variant.kick {
         let target: *mut u64 = &mut kicks;
-        let entry =
-            opcode::Read::new(types::Fixed(1), target.cast(), 8).build().user_data(u64::MAX);
+        let entry = opcode::Read::new(types::Fd(kick.as_raw_fd()), target.cast(), 8)
+            .build()
+            .user_data(u64::MAX);
         // SAFETY: `kicks` outlives the ring, which is dropped first.
         unsafe { ring.submission().push(&entry) }.map_err(io::Error::other)?;
     }
@@ -187,13 +187,15 @@ fn run(file: &File, variant: Variant, depth: usize) -> io::Result<Measured> {
             let buffer = blocks[slot].0.as_mut_ptr();
             let length = BLOCK as u32;
             let entry = match (variant.fixed_buffers, variant.fixed_file) {
-                (true, _) => opcode::ReadFixed::new(types::Fixed(0), buffer, length, slot as u16)
-                    .offset(offset)
-                    .build(),
+                (true, true) => {
+                    opcode::ReadFixed::new(types::Fixed(0), buffer, length, slot as u16)
+                        .offset(offset)
+                        .build()
+                }
                 (false, true) => {
                     opcode::Read::new(types::Fixed(0), buffer, length).offset(offset).build()
                 }
-                (false, false) => opcode::Read::new(types::Fd(file.as_raw_fd()), buffer, length)
+                (_, false) => opcode::Read::new(types::Fd(file.as_raw_fd()), buffer, length)
                     .offset(offset)
                     .build(),
             };

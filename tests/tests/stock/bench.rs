@@ -12,7 +12,7 @@ use serde_json::Value as Json;
 
 use super::new_disk;
 
-/// Polling on either side, off and without end: what a live change does shows in counts.
+/// Polling on either side, hardly or without end: what a live change does shows in counts.
 const PLAN: &str = r#"
 [measure]
 repeats = 1
@@ -26,7 +26,7 @@ name = "randread"
 [[sweep]]
 halt = "user"
 guest_idle = "halt"
-halt_poll_ns = [0, "1s"]
+halt_poll_ns = ["1us", "1s"]
 halt_poll_ns_grow_start = "1s"
 
 [[sweep]]
@@ -96,8 +96,8 @@ fn one_boot_for_many_settings_gives_what_separate_boots_give() {
         }
         let halts = |row| figure(results, row, "exits_halt_per_request");
         let polled = |row| figure(results, row, "polled_per_request");
-        // The host polls for nearly every halt, or for none.
-        assert_eq!(polled(0), 0.0, "{results:#}");
+        // The host polls long enough for nearly every halt, or for hardly any.
+        assert!(polled(0) < 0.2 * halts(0), "{results:#}");
         assert!(polled(1) > 0.8 * halts(1), "{results:#}");
         // A guest that polls for ever does not halt; the host's polling is off then.
         assert!(halts(3) < 0.2 && halts(2) > 2.0 * halts(3), "{results:#}");

@@ -37,10 +37,6 @@ const KICK: u64 = u64::MAX;
 /// `user_data` of its cancellation.
 const CANCEL: u64 = u64::MAX - 1;
 
-/// The registered files.
-const FILE: types::Fixed = types::Fixed(0);
-const BUFFERED_FILE: types::Fixed = types::Fixed(1);
-
 /// Finds out whether this process may use io_uring.
 ///
 /// # Errors
@@ -49,22 +45,10 @@ pub(crate) fn check() -> io::Result<()> {
     build(1, 2).map(drop)
 }
 
-/// With the best set-up the kernel knows: completions are worked on by this thread when it enters
-/// the kernel (6.1), or at least interrupt it no more than needed (5.19).
+/// A plain ring. What the kernel offers beyond that was measured, and is not worth its lines here:
+/// docs/measuring.md, "What io_uring's features are worth".
 fn build(submissions: u32, completions: u32) -> io::Result<IoUring> {
-    let mut builder = IoUring::builder();
-    builder.dontfork().setup_clamp().setup_cqsize(completions);
-    let mut best = builder.clone();
-    best.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
-    let mut good = builder.clone();
-    good.setup_coop_taskrun().setup_taskrun_flag();
-    for setup in [best, good] {
-        match setup.build(submissions) {
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
-            built => return built,
-        }
-    }
-    builder.build(submissions)
+    IoUring::builder().dontfork().setup_clamp().setup_cqsize(completions).build(submissions)
 }
 
 /// Whether a quick try is worth its system call.
@@ -202,9 +186,10 @@ impl Uring {
 
     /// Puts a step into the ring; carries the job out here if that is not possible.
     fn enqueue(&mut self, job: Job, step: &Step) -> Option<Done> {
+        let (file, buffered_file) = (types::Fd(self.disk.fd()), types::Fd(self.disk.buffered_fd()));
         let entry = match step {
             Step::Transfer(transfer) => {
-                let file = if transfer.buffered { BUFFERED_FILE } else { FILE };
+                let file = if transfer.buffered { buffered_file } else { file };
                 let (iovecs, count) = (transfer.iovecs, transfer.count);
                 if transfer.write {
                     opcode::Writev::new(file, iovecs, count)
@@ -216,13 +201,13 @@ impl Uring {
                 }
             }
             Step::Allocate { mode, range } => {
-                opcode::Fallocate::new(BUFFERED_FILE, range.length_bytes)
+                opcode::Fallocate::new(buffered_file, range.length_bytes)
                     .offset(range.offset_bytes)
                     .mode(*mode)
                     .build()
             }
             Step::Sync => {
-                opcode::Fsync::new(BUFFERED_FILE).flags(types::FsyncFlags::DATASYNC).build()
+                opcode::Fsync::new(buffered_file).flags(types::FsyncFlags::DATASYNC).build()
             }
             Step::DiscardDevice(_) => return Some(sync::run(job, &self.disk)),
         };
@@ -266,9 +251,7 @@ impl Uring {
     fn make_ring(&self) -> io::Result<IoUring> {
         // Room for all requests, the read of the kick and its cancellation.
         let completions = (self.queue_size + 2).max(2 * MAX_SUBMISSIONS.min(self.queue_size));
-        let ring = build(MAX_SUBMISSIONS.min(self.queue_size), completions)?;
-        ring.submitter().register_files(&[self.disk.fd(), self.disk.buffered_fd()])?;
-        Ok(ring)
+        build(MAX_SUBMISSIONS.min(self.queue_size), completions)
     }
 
     /// Enters the kernel, once, and waits there for `wanted` completions.
@@ -282,10 +265,6 @@ impl Uring {
     /// Goes through the completion queue: finished requests to `done`, kicks counted, requests
     /// with more to do go on.
     fn collect(&mut self) {
-        let Some(ring) = &mut self.ring else { return };
-        if ring.submission().taskrun() {
-            let _ = ring.submit();
-        }
         loop {
             let Some(ring) = &mut self.ring else { return };
             let Some(entry) = ring.completion().next() else { return };
@@ -331,9 +310,7 @@ impl Engine for Uring {
     }
 
     fn ready(&mut self) -> bool {
-        self.ring
-            .as_mut()
-            .is_some_and(|ring| !ring.completion().is_empty() || ring.submission().taskrun())
+        self.ring.as_mut().is_some_and(|ring| !ring.completion().is_empty())
     }
 
     fn reap(&mut self, done: &mut Vec<Done>) -> u64 {
