@@ -117,6 +117,7 @@ pub(crate) mod testing {
             setting: setting.iter().map(|&(name, value)| (name.into(), value.into())).collect(),
             command: vec![],
             guest_command: String::new(),
+            skipped: None,
             runs,
             summary: BTreeMap::new(),
             against_base: BTreeMap::new(),

@@ -136,6 +136,20 @@ pub fn of_pollux(
     Ok(figures)
 }
 
+/// When the workload ran, from mark to mark: nanoseconds since the VM was assembled.
+pub fn span_ns(kind: Kind, document: &Json) -> Option<[u64; 2]> {
+    let run = Between::new(document, word(kind))?;
+    Some([run.start["time_ns"].as_u64()?, run.end["time_ns"].as_u64()?])
+}
+
+/// How many requests a run had.
+pub fn requests(kind: Kind, document: &Json, reports: &Reports) -> Option<f64> {
+    match kind {
+        Kind::Fio => Between::new(document, word(kind))?.queue("requests"),
+        Kind::Pipe => reports.get("pipe")?["loops"].as_f64(),
+    }
+}
+
 /// The word of a workload's report and of its marks.
 pub fn word(kind: Kind) -> &'static str {
     match kind {

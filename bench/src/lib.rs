@@ -2,6 +2,7 @@
 
 pub mod advise;
 pub mod analysis;
+pub mod choose;
 pub mod control;
 pub mod figures;
 pub mod guest;

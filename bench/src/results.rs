@@ -114,6 +114,9 @@ pub struct Row {
     pub command: Vec<String>,
     /// What is done in the guest: a line for its shell.
     pub guest_command: String,
+    /// Why it was not measured, if nobody wanted to: what replay predicts of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub skipped: Option<String>,
     /// Single runs, in the order in which they were made; failed ones too.
     pub runs: Vec<Run>,
     /// Over the runs that did not fail.

@@ -6,9 +6,11 @@ use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
+use halt_poll::recording::{Halt, Recording};
 use serde_json::Value as Json;
 
 use crate::advise::{self, Goal};
+use crate::choose::{self, Scout};
 use crate::guest::{Failure, Guest};
 use crate::lines::Interrupt;
 use crate::peer::Peer;
@@ -22,6 +24,8 @@ use crate::{Error, analysis, figures, report, surprises};
 
 /// So many failed runs in a row end the bench.
 const MAX_FAILED: u32 = 3;
+/// Points of a window over time.
+const MAX_WINDOWS: usize = 600;
 /// The document in the directory of the results.
 pub const DOCUMENT: &str = "results.json";
 /// The other reports.
@@ -40,6 +44,8 @@ pub struct Options {
     pub out: PathBuf,
     /// Go on with what is there.
     pub resume: bool,
+    /// Record the halts of the first repeat, for the window over time.
+    pub record: bool,
     /// Other monitors that are to run the same.
     pub peers: Vec<Peer>,
     /// What to give advice on.
@@ -60,6 +66,14 @@ pub enum End {
     Interrupted,
 }
 
+/// A run in a boot that is recorded.
+struct Recorded {
+    job: Job,
+    /// When its workload ran, in nanoseconds since the VM was assembled.
+    span_ns: [u64; 2],
+    requests: f64,
+}
+
 /// A bench in progress.
 pub struct Bench<'a> {
     options: &'a Options,
@@ -68,6 +82,8 @@ pub struct Bench<'a> {
     configs: Vec<Vec<Json>>,
     /// What there is so far.
     pub results: Results,
+    /// The halts of settings that do not poll, with their number of requests, by workload and setting.
+    scouts: BTreeMap<(usize, usize), (Recording, f64)>,
     /// Runs that failed one after the other.
     failed: u32,
     interrupt: &'a Interrupt,
@@ -102,6 +118,7 @@ impl<'a> Bench<'a> {
             settings,
             configs,
             results: new_results(options),
+            scouts: BTreeMap::new(),
             failed: 0,
             interrupt,
         };
@@ -129,6 +146,7 @@ impl<'a> Bench<'a> {
             setting: setting.0.clone(),
             command,
             guest_command: subject::steps(workload, &plan.measure).join("; "),
+            skipped: None,
             runs: Vec::new(),
             summary: BTreeMap::new(),
             against_base: BTreeMap::new(),
@@ -209,13 +227,109 @@ impl<'a> Bench<'a> {
         self.runs(job).is_none_or(|runs| runs.iter().any(|run| run.repeat == job.repeat))
     }
 
-    /// Runs all that is not done yet.
+    /// Runs all that is not done yet. Where advice is wanted, the settings that do not poll come first, and
+    /// what replaying their halts predicts to be beaten is not run.
     ///
     /// # Errors
     /// Guests do not run at all, or the results cannot be written.
     pub fn run(&mut self, progress: &Progress) -> Result<End, Error> {
-        let mut boots =
-            schedule::boots(&self.options.plan, &self.settings, self.options.peers.len());
+        let peers = self.options.peers.len();
+        let mut boots = schedule::boots(&self.options.plan, &self.settings, peers);
+        let is_chosen = self.results.rows.iter().any(|row| row.skipped.is_some());
+        if self.options.goal.is_some() && !is_chosen {
+            let mut scouts = boots.clone();
+            scouts.iter_mut().for_each(|jobs| jobs.retain(|job| self.is_scout(job)));
+            if let End::Interrupted = self.run_boots(scouts, progress)? {
+                return Ok(End::Interrupted);
+            }
+            self.choose(progress);
+        }
+        boots.iter_mut().for_each(|jobs| {
+            jobs.retain(|job| self.row(job).is_none_or(|row| row.skipped.is_none()));
+        });
+        let end = self.run_boots(boots, progress)?;
+        if end == End::Complete {
+            self.results.ended = Some(now());
+        }
+        self.save()?;
+        Ok(end)
+    }
+
+    /// The row that a job adds to; a twin has none.
+    fn row(&self, job: &Job) -> Option<&Row> {
+        let index = match job.subject {
+            Subject::Twin => return None,
+            Subject::Setting(index) => index,
+            Subject::Peer(index) => self.settings.len() + index,
+        };
+        self.results.rows.get(job.workload * self.rows_a_workload() + index)
+    }
+
+    fn is_scout(&self, job: &Job) -> bool {
+        match job.subject {
+            Subject::Setting(index) => {
+                job.repeat == 0 && self.settings.get(index).is_some_and(choose::is_scout)
+            }
+            _ => false,
+        }
+    }
+
+    /// Predicts what the scouts' halts say of the other settings, and marks those that are not to be
+    /// measured.
+    fn choose(&mut self, progress: &Progress) {
+        let rows = self.rows_a_workload();
+        let mut skipped = 0;
+        for workload in 0..self.options.plan.workloads.len() {
+            let mut predicted = Vec::new();
+            for (index, setting) in self.settings.iter().enumerate() {
+                let known = self.scouts.iter().find(|((of, scout), _)| {
+                    *of == workload
+                        && self
+                            .settings
+                            .get(*scout)
+                            .is_some_and(|scout| choose::fits(scout, setting))
+                });
+                let Some(((_, scout), (recording, requests))) = known else { continue };
+                if *scout == index {
+                    continue;
+                }
+                let row = self.results.rows.get(workload * rows + scout);
+                let figure = |name: &str| Some(row?.summary.get(name)?.median);
+                let scout = self
+                    .settings
+                    .get(*scout)
+                    .zip(figure("lat_mean_us"))
+                    .zip(figure("host_us_per_request"));
+                let Some(((setting, latency_us), cost_us)) = scout else { continue };
+                let scout = Scout { setting, recording, requests: *requests, latency_us, cost_us };
+                let config = self.configs.get(workload).and_then(|configs| configs.get(index));
+                if let Some(prediction) = config.and_then(|config| choose::predict(&scout, config))
+                {
+                    predicted.push((index, prediction));
+                }
+            }
+            let chosen = choose::choose(&predicted);
+            for (index, prediction) in
+                predicted.iter().filter(|(index, _)| *index > 0 && !chosen.contains(index))
+            {
+                if let Some(row) = self.results.rows.get_mut(workload * rows + index) {
+                    row.skipped = Some(format!(
+                        "replay predicts {:.0} us mean latency for {:.0} us of CPU a request, which others beat",
+                        prediction.latency_us, prediction.cost_us
+                    ));
+                    skipped += 1;
+                }
+            }
+        }
+        if skipped > 0 {
+            progress.line(&format!(
+                "replay: {skipped} settings are predicted to be beaten, and not measured"
+            ));
+        }
+    }
+
+    /// Runs what is not done yet of these.
+    fn run_boots(&mut self, mut boots: Vec<Vec<Job>>, progress: &Progress) -> Result<End, Error> {
         boots.iter_mut().for_each(|jobs| jobs.retain(|job| !self.is_done(job)));
         boots.retain(|jobs| !jobs.is_empty());
         progress.start(boots.iter().map(Vec::len).sum());
@@ -228,10 +342,7 @@ impl<'a> Bench<'a> {
                 left = left.get(done..).unwrap_or_default();
                 match failure {
                     None => {}
-                    Some(Failure::Interrupted) => {
-                        self.save()?;
-                        return Ok(End::Interrupted);
-                    }
+                    Some(Failure::Interrupted) => return Ok(End::Interrupted),
                     // A guest that fails takes one run with it: the rest has another guest.
                     Some(Failure::Failed(why)) => {
                         let job = left.first().unwrap_or(first);
@@ -241,8 +352,6 @@ impl<'a> Bench<'a> {
                 }
             }
         }
-        self.results.ended = Some(now());
-        self.save()?;
         Ok(End::Complete)
     }
 
@@ -265,22 +374,52 @@ impl<'a> Bench<'a> {
                 done += 1;
                 return Ok(());
             }
-            let words = machine.agent(workload, setting, &plan.measure);
+            let mut words = machine.agent(workload, setting, &plan.measure);
+            let is_scout = self.options.goal.is_some() && self.is_scout(first);
+            let recording = (is_scout || (self.options.record && first.repeat == 0))
+                .then(|| tempfile::NamedTempFile::new().map_err(|why| format!("--record: {why}")))
+                .transpose()?;
+            if let Some(file) = &recording {
+                words.extend(["--record".into(), file.path().display().to_string()]);
+            }
             progress.tell(&format!("booting: {setting}"));
+            let mut recorded = Vec::new();
             let mut guest = Guest::boot(&words, self.interrupt)?;
             if self.results.guest.is_null() {
                 self.results.guest = guest.itself.clone();
             }
             for job in jobs {
-                let run = self.measure(&mut guest, job, number, progress)?;
+                let (run, of) = self.measure(&mut guest, job, number, progress)?;
+                recorded.extend(of);
                 self.keep(job, run, progress).map_err(|why| why.to_string())?;
                 done += 1;
             }
             guest.stop();
+            if let Some(file) = recording {
+                self.take_recording(file.path(), recorded)?;
+            }
             Ok(())
         };
         let failure = run().err();
         (done, failure)
+    }
+
+    /// Takes from a boot's recording what belongs to its runs.
+    fn take_recording(&mut self, path: &Path, recorded: Vec<Recorded>) -> Result<(), Failure> {
+        let whole =
+            Recording::read(path).map_err(|why| format!("the recording of halts: {why}"))?;
+        for Recorded { job, span_ns: [from_ns, until_ns], requests } in recorded {
+            let Subject::Setting(index) = job.subject else { continue };
+            let part = whole.clone().between(from_ns, until_ns);
+            let row = job.workload * self.rows_a_workload() + index;
+            if let Some(row) = self.results.rows.get_mut(row) {
+                row.window_us = windows(&part, from_ns);
+            }
+            if choose::is_scout(self.settings.get(index).unwrap_or(&Setting::default())) {
+                self.scouts.insert((job.workload, index), (part, requests));
+            }
+        }
+        self.save().map_err(|why| Failure::Failed(why.to_string()))
     }
 
     fn run_peer(
@@ -324,7 +463,7 @@ impl<'a> Bench<'a> {
         job: &Job,
         boot: u32,
         progress: &Progress,
-    ) -> Result<Run, Failure> {
+    ) -> Result<(Run, Option<Recorded>), Failure> {
         let measure = &self.options.plan.measure;
         let (workload, setting, config) = self.subject(job)?;
         progress.tell(&format!("{}: {setting}", workload.name));
@@ -339,15 +478,21 @@ impl<'a> Bench<'a> {
         if self.results.host.is_null() {
             self.results.host = document["host"].clone();
         }
+        let recorded = figures::span_ns(workload.kind, &document).map(|span_ns| Recorded {
+            job: *job,
+            span_ns,
+            requests: figures::requests(workload.kind, &document, &reports).unwrap_or(0.0),
+        });
         let notes = document["notes"].as_array().into_iter().flatten();
-        Ok(Run {
+        let run = Run {
             repeat: job.repeat,
             boot,
             error: None,
             figures,
             latency_us: figures::distribution(&reports),
             notes: notes.filter_map(|note| note.as_str().map(str::to_owned)).collect(),
-        })
+        };
+        Ok((run, recorded))
     }
 
     /// Keeps a run, and what there is, on the disk.
@@ -443,6 +588,24 @@ fn new_results(options: &Options) -> Results {
         advice: Vec::new(),
         notes: Vec::new(),
     }
+}
+
+/// The first vCPU's window over time, in seconds since `from_ns` and microseconds: where it changed, at
+/// most [`MAX_WINDOWS`] points.
+fn windows(recording: &Recording, from_ns: u64) -> Vec<[f64; 2]> {
+    let halts = recording.vcpus.first().map(Vec::as_slice).unwrap_or_default();
+    let point = |halt: &Halt| {
+        [halt.start_ns.saturating_sub(from_ns) as f64 / 1e9, f64::from(halt.window_ns) / 1e3]
+    };
+    let mut last = None;
+    let mut changes: Vec<[f64; 2]> = halts
+        .iter()
+        .filter(|halt| last.replace(halt.window_ns) != Some(halt.window_ns))
+        .map(point)
+        .collect();
+    changes.extend(halts.last().map(point));
+    let step = changes.len().div_ceil(MAX_WINDOWS).max(1);
+    changes.into_iter().step_by(step).collect()
 }
 
 fn failed_run(repeat: u32, boot: u32, why: &str) -> Run {

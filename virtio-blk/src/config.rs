@@ -305,7 +305,7 @@ mod tests {
         assert_eq!(u32_at(&bytes, 12), 254, "seg_max");
         assert_eq!(u32_at(&bytes, 20), 512, "blk_size");
         assert_eq!(bytes[24..28], [3, 0, 8, 0], "topology");
-        assert_eq!(bytes[32], 1, "writeback");
+        assert_eq!(bytes[32..34], [1, 0], "writeback, unused0");
         assert_eq!(bytes[34..36], [3, 0], "num_queues");
         assert_eq!(u32_at(&bytes, 36), MAX_RANGE_SECTORS);
         assert_eq!(u32_at(&bytes, 40), MAX_RANGE_SEGMENTS);
@@ -313,7 +313,15 @@ mod tests {
         assert_eq!(u32_at(&bytes, 48), MAX_RANGE_SECTORS);
         assert_eq!(u32_at(&bytes, 52), MAX_RANGE_SEGMENTS);
         assert_eq!(bytes[56], 1, "write_zeroes_may_unmap");
-        assert_eq!(bytes[57..72], [0; 15]);
+        assert_eq!(bytes[57..72], [0; 15], "unused1; nothing of secure erase");
+    }
+
+    #[test]
+    fn write_zeroes_may_unmap_only_where_space_can_be_given_up() {
+        let bytes = ConfigSpace { discard: false, ..space() }.to_bytes(1, true);
+        assert_eq!(bytes[36..48], [0; 12], "no discard");
+        assert_eq!(u32_at(&bytes, 52), MAX_RANGE_SEGMENTS);
+        assert_eq!(bytes[56], 0, "write_zeroes_may_unmap");
     }
 
     #[test]

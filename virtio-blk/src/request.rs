@@ -168,25 +168,28 @@ impl Request {
     }
 
     /// The segments of a discard or write-zeroes request, all of them checked before any is
-    /// carried out, each with its unmap flag. Of the flags only `known` are allowed.
+    /// carried out, each with its unmap flag. Of the flags only `known` are allowed: another one is
+    /// unsupported, whatever else is wrong (5.2.6.2). Of a request with more segments than there may
+    /// be, which a driver must not send (5.2.6.1), only so many are looked at, or one request could
+    /// keep the worker for as long as it takes to read all of RAM again and again.
     fn ranges(
         chain: &mut Chain,
         limits: &Limits,
         known: u32,
     ) -> Result<Vec<(Range, bool)>, Status> {
-        limits.writable()?;
         let bytes = chain.readable_bytes();
         let count = bytes / SEGMENT_BYTES as u64;
-        if !bytes.is_multiple_of(SEGMENT_BYTES as u64)
-            || count == 0
-            || count > u64::from(MAX_RANGE_SEGMENTS)
-        {
-            return Err(Status::IoError);
+        let looked_at = count.min(MAX_RANGE_SEGMENTS.into());
+        let mut worst = limits.writable().err();
+        if !bytes.is_multiple_of(SEGMENT_BYTES as u64) || count == 0 || count > looked_at {
+            worst = Some(Status::IoError);
         }
-        let mut ranges = Vec::with_capacity(count as usize);
-        let mut worst = None;
+        let mut ranges = Vec::with_capacity(looked_at as usize);
         let mut segment = [0; SEGMENT_BYTES];
-        while chain.read(&mut segment) {
+        for _ in 0..looked_at {
+            if !chain.read(&mut segment) {
+                break;
+            }
             let mut fields = Fields(&segment);
             let (sector, sectors, flags) = (fields.u64(), fields.u32(), fields.u32());
             if flags & !known != 0 {

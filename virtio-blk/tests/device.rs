@@ -246,6 +246,49 @@ fn a_broken_queue_asks_for_a_reset_and_works_again_after_it() {
 }
 
 #[test]
+fn a_queue_that_breaks_while_requests_are_in_flight_ends_them_without_a_word() {
+    // The way to wreck a packed ring would overwrite the request, too.
+    for (name, dir, config) in settings().into_iter().filter(|(_, _, config)| !config.packed) {
+        let mut rig = Rig::new(dir, 2048, config);
+        for round in 0..20 {
+            rig.new_arena();
+            let (bufs, ..) = rig.parts(IN, 0, &[], 2048 * SECTOR);
+            rig.drivers[0].add(&bufs);
+            rig.publish(0);
+            // At another moment of the request's life each time.
+            (0..round * 1000).for_each(|_| std::hint::spin_loop());
+            rig.drivers[0].wreck();
+            // The completion has the worker look, unless it slept already.
+            while rig.signals.status() & NEEDS_RESET == 0 && !rig.drivers[0].has_used() {
+                thread::yield_now();
+            }
+            (0..1000).for_each(|_| thread::yield_now());
+            rig.kicks[0].write(1).unwrap();
+            rig.signals.sink.wait(0, round + 1);
+            rig.block.reset();
+            rig.signals.clear();
+            rig.restart();
+        }
+        assert_eq!(rig.read(0, 8), contents(8), "{name}");
+    }
+}
+
+#[test]
+fn a_kick_without_a_request_does_nothing() {
+    for (name, dir, config) in settings() {
+        let mut rig = Rig::new(dir, 64, config);
+        for _ in 0..100 {
+            rig.kicks[0].write(1).unwrap();
+            thread::yield_now();
+        }
+        assert_eq!(rig.read(3, 1), contents(4)[3 * SECTOR..], "{name}");
+        assert_eq!(rig.block.counters()[0].requests.get(), 1, "{name}");
+        assert!(rig.signals.sink.count(1) <= 1, "{name}");
+        assert_eq!(rig.signals.status() & NEEDS_RESET, 0, "{name}");
+    }
+}
+
+#[test]
 fn a_reset_posts_nothing_and_touches_no_memory_afterwards() {
     for (name, dir, config) in settings() {
         let mut rig = Rig::new(dir, 8192, BlkConfig { event_idx: false, ..config });

@@ -52,6 +52,41 @@ fn a_failed_read_claims_no_data_and_bounds_are_checked_without_overflow() {
 }
 
 #[test]
+fn what_the_driver_wrote_for_the_device_stays_as_it_was() {
+    for (name, dir, config) in settings() {
+        let packed = config.packed;
+        let mut rig = Rig::new(dir, 64, config);
+        let zeroes = segment(8, 8, 1);
+        for (kind, out, into) in [
+            (IN, &[][..], 4096),
+            (OUT, &[7; 1024], 0),
+            (GET_ID, &[], 20),
+            (WRITE_ZEROES, &zeroes, 0),
+            (77, &[5; 99], 0),
+        ] {
+            let (bufs, ..) = rig.parts(kind, 0, out, into);
+            rig.drivers[0].add(&bufs);
+            let ring = rig.drivers[0].config();
+            // In a packed ring used descriptors take the place of those of the driver.
+            let table_bytes = if packed { 0 } else { 16 * usize::from(ring.size) };
+            let table = testkit::read(&rig.memory, ring.desc, table_bytes);
+            rig.publish(0);
+            rig.drivers[0].wait_used();
+            assert_eq!(testkit::read(&rig.memory, ring.desc, table_bytes), table, "{name} {kind}");
+            // The header lies where the first descriptor says, what is written out behind it.
+            let mut expect = header(kind, 0);
+            expect.extend(out);
+            let readable: Vec<u8> = bufs
+                .iter()
+                .filter(|buf| !buf.writable)
+                .flat_map(|buf| testkit::read(&rig.memory, buf.address, buf.len_bytes as usize))
+                .collect();
+            assert_eq!(readable, expect, "{name} {kind}");
+        }
+    }
+}
+
+#[test]
 fn data_that_is_not_whole_sectors_is_an_error() {
     let mut rig = rig(64);
     for bytes in [1, 511, 513, 4095] {
@@ -59,6 +94,16 @@ fn data_that_is_not_whole_sectors_is_an_error() {
         assert_eq!(rig.request(OUT, 0, &vec![9; bytes], 0).status, IOERR, "{bytes}");
     }
     assert_eq!(rig.on_host(0, 64), contents(64));
+}
+
+#[test]
+fn a_flush_takes_no_notice_of_a_sector_or_of_data() {
+    let mut rig = rig(8);
+    for (sector, out, into) in [(u64::MAX, vec![], 0), (0, vec![9; 513], 0), (0, vec![], 99)] {
+        let flush = rig.request(FLUSH, sector, &out, into);
+        assert_eq!((flush.status, flush.data), (OK, vec![0; into]));
+    }
+    assert_eq!(rig.on_host(0, 8), contents(8));
 }
 
 #[test]
@@ -315,6 +360,7 @@ fn zeros_are_written_in_pieces_where_the_file_system_cannot_zero() {
 fn discard_and_write_zeroes_check_everything_before_they_do_anything() {
     let mut rig = rig(64);
     let good = segment(0, 8, 0);
+    let flag_in = |bad: u64| (0..17).flat_map(|n| segment(0, 8, 2 * u32::from(n == bad))).collect();
     let cases: &[(&str, u32, Vec<u8>, u8)] = &[
         ("unmap on discard", DISCARD, segment(0, 8, 1), UNSUPP),
         ("unknown flag on discard", DISCARD, segment(0, 8, 2), UNSUPP),
@@ -329,6 +375,15 @@ fn discard_and_write_zeroes_check_everything_before_they_do_anything() {
         ("17 segments", DISCARD, good.repeat(17), IOERR),
         ("the second one is bad", WRITE_ZEROES, [good.clone(), segment(64, 1, 0)].concat(), IOERR),
         ("and of a bad flag", DISCARD, [segment(99, 1, 0), segment(0, 1, 4)].concat(), UNSUPP),
+        (
+            "a bad flag before half",
+            DISCARD,
+            [segment(0, 8, 1), good[..8].to_vec()].concat(),
+            UNSUPP,
+        ),
+        ("17, the first of a bad flag", DISCARD, segment(0, 8, 2).repeat(17), UNSUPP),
+        ("17, the 16th of one", WRITE_ZEROES, flag_in(15), UNSUPP),
+        ("17, the last of one, which is one too many", WRITE_ZEROES, flag_in(16), IOERR),
     ];
     for (name, kind, data, status) in cases {
         assert_eq!(rig.request(*kind, 0, data, 0).status, *status, "{name}");

@@ -61,6 +61,7 @@ pub fn run(args: &BenchArgs) -> Result<u8, Error> {
         },
         out,
         resume: args.resume,
+        record: args.record,
         peers: args
             .peers
             .iter()

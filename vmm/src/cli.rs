@@ -265,8 +265,17 @@ pub struct BenchArgs {
     #[arg(long, value_name = "SECONDS")]
     pub seconds: Option<f64>,
 
+    /// Record the halts of the first repeat: the report then has the host's poll window over time.
+    ///
+    /// Recording makes these runs a little slower; see docs/recording.md for what it needs.
+    #[arg(long)]
+    pub record: bool,
+
     /// Say what to set for a goal, as options of Pollux, of the module kvm and of the guest's kernel:
     /// balanced, or a limit of mean, p50, p99 or p99.9, as p99<300us.
+    ///
+    /// The settings that do not poll are measured first and their halts recorded; replaying these tells
+    /// which of the others are not worth measuring.
     #[arg(long, value_name = "GOAL")]
     pub advise: Option<String>,
 

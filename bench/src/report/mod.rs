@@ -117,6 +117,14 @@ fn figure(row: &Row, name: &str) -> Option<Interval> {
     })
 }
 
+/// Why a row has no figures.
+fn nothing(row: &Row) -> String {
+    match &row.skipped {
+        Some(why) if row.runs.is_empty() => format!("not measured: {why}"),
+        _ => "no run succeeded".into(),
+    }
+}
+
 /// The runs that failed, with why.
 fn failures(runs: &[Run]) -> impl Iterator<Item = (&Run, &str)> {
     runs.iter().filter_map(|run| Some((run, run.error.as_deref()?)))

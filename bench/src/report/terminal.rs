@@ -231,7 +231,7 @@ fn table(group: &Group, out: &mut Vec<String>) {
     out.push(over);
     for (index, mut line) in left.into_iter().enumerate() {
         if index > 0 && group.rows[index - 1].summary.is_empty() {
-            line.push_str("  no run succeeded");
+            line.push_str(&format!("  {}", super::nothing(group.rows[index - 1])));
         } else {
             line.extend(shown.iter().map(|(_, lines)| lines[index].as_str()));
         }

@@ -218,6 +218,7 @@ fn rows(random: &mut Random, workload: &str, disk: bool, boot: &mut u32) -> Vec<
                 ]),
                 command: command(setting),
                 guest_command: guest_command.into(),
+                skipped: None,
                 window_us: window_us.collect(),
                 summary: BTreeMap::new(),
                 against_base: BTreeMap::new(),

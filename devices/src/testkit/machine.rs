@@ -195,6 +195,11 @@ impl Signals {
         self.status.load(Ordering::SeqCst)
     }
 
+    /// The device status after a reset and a new start.
+    pub fn clear(&self) {
+        self.status.store(STATUS_DRIVER_OK, Ordering::SeqCst);
+    }
+
     /// The signal of queue `index`.
     pub fn queue(&self, index: u16) -> QueueSignal {
         let vector = Arc::new(AtomicU16::new(1 + index));

@@ -225,7 +225,7 @@ impl CommonModel {
     }
 
     fn write_size(&mut self, size: u16) {
-        let any = self.accepted & RING_PACKED != 0;
+        let any = self.negotiated() & RING_PACKED != 0;
         if let Some(queue) = self.selected_mut()
             && !queue.enabled
             && size > 0

@@ -266,7 +266,7 @@ impl CommonConfig {
 
     fn write_u16(&mut self, at: u64, value: u16, memory: &GuestMemory) -> Event {
         let vector = if value < self.vectors { value } else { NO_VECTOR };
-        let any_size = self.accepted & (1 << VIRTIO_F_RING_PACKED) != 0;
+        let any_size = self.features() & (1 << VIRTIO_F_RING_PACKED) != 0;
         let queue = self.queues.get_mut(usize::from(self.queue_select));
         match (at, queue) {
             (offset::CONFIG_MSIX_VECTOR, _) => self.config_vector.store(vector, Ordering::SeqCst),

@@ -53,6 +53,8 @@ const CAP_DEVICE: u8 = 4;
 const CAP_PCI: u8 = 5;
 /// Length of a `virtio_pci_cap` in bytes. The PCI-access and notify ones have 4 more.
 const CAP_BYTES: u8 = 16;
+/// Length of `pci_cfg_data`, behind the PCI-access capability.
+const PCI_ACCESS_DATA_BYTES: u16 = 4;
 
 /// Why a device cannot be put on the bus.
 #[derive(Debug, thiserror::Error)]
@@ -430,11 +432,17 @@ impl PciDevice for VirtioPci {
     fn write_config(&mut self, at: u16, data: &[u8]) {
         self.config.write(at, data);
         self.bind_notifications();
-        if at == self.pci_access_data()
+        // A write of `pci_cfg_data` writes the BAR. Of a write that is shorter than the access, the
+        // other bytes are what the field last held.
+        let field = self.pci_access_data();
+        let end = usize::from(at) + data.len();
+        if at < field + PCI_ACCESS_DATA_BYTES
+            && end > usize::from(field)
             && let Some((at, len_bytes)) = self.pci_access_window()
-            && let Some(value) = data.get(..len_bytes)
         {
-            self.write_structure(at, value);
+            let mut value = [0; PCI_ACCESS_DATA_BYTES as usize];
+            self.config.read(field, &mut value);
+            self.write_structure(at, value.get(..len_bytes).unwrap_or_default());
         }
     }
 
@@ -510,8 +518,9 @@ fn add_capabilities(
 
     let mut body = capability_body(CAP_BYTES + 4, CAP_PCI, &(0..0)).to_vec();
     body.extend_from_slice(&[0; 4]);
-    // `bar`, `offset` and `length`.
-    let writable = [0, 0, 0xff, 0, 0, 0, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff];
+    // `bar`, `offset`, `length` and the data.
+    let mut writable = [0xff; 18];
+    writable[..6].copy_from_slice(&[0, 0, 0xff, 0, 0, 0]);
     let pci_access = config.add_capability(CAPABILITY_VENDOR, &body, &writable)?;
     config.add_msix(
         msix.clone(),

@@ -536,6 +536,8 @@ mod tests {
             let discard = request(chain(&memory, VIRTIO_BLK_T_DISCARD, &data, 0), &limits());
             assert_eq!(Job::new(discard).advance(Err(errno)), Err(status), "errno {errno}");
         }
+        let zeroes = request(chain(&memory, VIRTIO_BLK_T_WRITE_ZEROES, &data, 0), &limits());
+        assert_eq!(Job::new(zeroes).advance(Err(libc::ENOSPC)), Err(Status::IoError));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use maud::{Markup, html};
 
-use super::super::{axis_title, failures, figure, number, setting};
+use super::super::{axis_title, failures, figure, nothing, number, setting};
 use super::view::{Series, View};
 use super::{disc, signed};
 use crate::results::{FIGURES, Figure, Row};
@@ -125,7 +125,7 @@ fn line(series: &Series, axes: &[&str], peers: bool, columns: &[(&str, &str, &st
                 td.text.axis { (row.setting.get(*axis).map(|value| setting(axis, value)).unwrap_or_default()) }
             }
             @if row.summary.is_empty() {
-                td.text.nothing colspan=(columns.len().max(1)) { "no run succeeded" }
+                td.text.nothing colspan=(columns.len().max(1)) { (nothing(row)) }
             } @else {
                 @for (name, ..) in columns { (cell(row, name)) }
             }

@@ -227,6 +227,18 @@ fn the_size_of_a_packed_queue_is_any_up_to_the_largest() {
 }
 
 #[test]
+fn any_size_is_possible_only_once_packed_queues_are_agreed_upon() {
+    let mut registers = Registers::offering(OFFERED | 1 << VIRTIO_F_RING_PACKED);
+    registers.accept(OFFERED | 1 << VIRTIO_F_RING_PACKED);
+    registers.set_u16(offset::QUEUE_SIZE, 100);
+    assert_eq!(registers.u16(offset::QUEUE_SIZE), 256);
+    registers.accept(OFFERED);
+    registers.set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK);
+    registers.set_u16(offset::QUEUE_SIZE, 100);
+    assert_eq!(registers.u16(offset::QUEUE_SIZE), 256);
+}
+
+#[test]
 fn a_queue_that_does_not_exist_has_size_0_and_takes_nothing() {
     let mut registers = Registers::negotiated();
     for select in [2, 1000, u16::MAX] {

@@ -11,6 +11,7 @@ fn a_block_device_is_a_modern_mass_storage_function() {
     assert_eq!(machine.pci.config_u32(0x00), 0x1042_1af4);
     assert_eq!(machine.pci.config_u32(0x08), 0x0180_0001);
     assert_eq!(machine.pci.config_u16(0x2c), 0x1af4);
+    assert_eq!(machine.pci.config_u16(0x2e), 0x1042, "no legacy driver matches");
 }
 
 #[test]
@@ -26,6 +27,7 @@ fn every_structure_has_a_capability_and_pages_of_its_own() {
     assert_eq!(pci.msix_table.len_bytes, 48, "a vector a queue and one for configuration");
     for (i, place) in places.iter().enumerate() {
         assert_eq!(place.bar, 0);
+        assert_eq!(place.offset % 4096, 0);
         assert!(place.len_bytes > 0 && place.offset + place.len_bytes <= bar.size_bytes);
         for other in &places[..i] {
             assert_ne!(place.offset / 4096, other.offset / 4096, "{place:?} {other:?}");
@@ -46,6 +48,19 @@ fn driver_ok_gives_the_device_its_queues() {
     let queues: Vec<_> = active.queues.iter().map(|q| (q.index, q.queue.size())).collect();
     assert_eq!(queues, [(0, 16), (1, 8)]);
     assert_eq!(drivers.len(), 2);
+}
+
+#[test]
+fn a_device_has_no_queue_before_driver_ok() {
+    let Machine { mut pci, device, memory, sink, .. } = machine();
+    let features = pci.negotiate(OFFERED);
+    pci.enable_msix();
+    pci.enable_queue(0, &Driver::new(&memory, RINGS, 8, features).config());
+    pci.kick(0);
+    assert_eq!(device.state().activations, 0);
+    assert_eq!(sink.count(1), 0);
+    pci.driver_ok();
+    assert_eq!(device.state().activations, 1);
 }
 
 #[test]
@@ -328,6 +343,26 @@ fn the_bar_is_accessible_through_configuration_space_without_being_mapped() {
 }
 
 #[test]
+fn a_short_write_of_the_access_register_leaves_its_other_bytes() {
+    let Machine { mut pci, .. } = machine();
+    let data = pci.pci_access.capability + 16;
+    let address = (pci.common.offset + common::QUEUE_DESC) as u32;
+    access(&mut pci, address, 4);
+    pci.write_config(data, &0x1122_3340u32.to_le_bytes());
+    assert_eq!(pci.config_u32(data), 0x1122_3340);
+    pci.write_config(data, &[0x50]);
+    assert_eq!(pci.config_u32(data), 0x1122_3350);
+    pci.write_config(data + 2, &[0x66, 0x77]);
+    assert_eq!(pci.config_u32(data), 0x7766_3350);
+    // Beside it nothing is written; from before it into it, the length is still 4.
+    access(&mut pci, address + 4, 4);
+    pci.write_config(data - 4, &4u32.to_le_bytes());
+    assert_eq!(pci.config_u32(data), 0);
+    pci.write_config(data - 1, &[0, 0x60]);
+    assert_eq!(pci.config_u32(data), 0x7766_3360);
+}
+
+#[test]
 fn an_access_through_configuration_space_that_is_not_legal_does_nothing() {
     let Machine { mut pci, .. } = machine();
     let data = pci.pci_access.capability + 16;
@@ -346,7 +381,7 @@ fn an_access_through_configuration_space_that_is_not_legal_does_nothing() {
     ] {
         access(&mut pci, offset, len_bytes);
         pci.write_config(data, &[1, 0, 0, 0]);
-        assert_eq!(pci.config_u32(data), 0, "{len_bytes} bytes at {offset:#x}");
+        assert_eq!(pci.config_u32(data), 1, "{len_bytes} bytes at {offset:#x}: a register only");
         assert_eq!(pci.status(), 0);
     }
     access(&mut pci, status, 1);

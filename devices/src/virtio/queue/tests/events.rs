@@ -19,6 +19,7 @@ fn one(driver: &mut Driver, queue: &mut Queue, chain: &mut Chain) {
 fn the_flag_decides_about_interrupts_without_event_idx() {
     let (mut driver, mut queue, _, _) = setup(8, 0);
     let mut chain = Chain::new();
+    driver.set_used_event(100);
     for wanted in [true, false, true] {
         driver.want_interrupts(wanted);
         one(&mut driver, &mut queue, &mut chain);
