@@ -164,6 +164,9 @@ impl Live<'_> {
             .collect();
         self.tuning.set(&host).map_err(|why| why.to_string())?;
         self.polling.set(&wanted.halt_poll).map_err(|why| why.to_string())?;
+        if let (Some(recorder), Some(max_ns)) = (self.recorder, wanted.halt_poll.halt_poll_ns) {
+            recorder.set_max_ns(max_ns);
+        }
         for disk in &self.sources.disks {
             disk.device.set_io_poll_ns(wanted.io_poll_ns);
         }

@@ -98,6 +98,7 @@ impl Prepared {
         let Self { path, file, header, to, messages, tracer } = self;
         let mut writer = Writer::begin(file, &header)?;
         let shared = writer.shared();
+        shared.set_max_ns(header.host.max_ns);
         let wake = tracer.as_ref().map(Tracer::wake).transpose()?;
         let origin_ns = kernel::monotonic_ns().saturating_sub(start.elapsed().as_nanos() as u64);
         let sandbox = sandbox.clone();
@@ -132,6 +133,11 @@ impl Recorder {
                 user.recorder = Some(VcpuRecorder::new(vcpu.index, origin_ns, self.to.clone()));
             }
         }
+    }
+
+    /// The largest window is another from now on: KVM does not tell when it cuts one to it.
+    pub fn set_max_ns(&self, max_ns: u32) {
+        self.shared.set_max_ns(max_ns);
     }
 
     /// Waits until all that was handed over is written.

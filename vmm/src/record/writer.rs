@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, Write};
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender};
 use std::sync::{Arc, OnceLock};
 
@@ -38,6 +38,8 @@ pub struct Shared {
     halts: AtomicU64,
     lost: AtomicU64,
     bytes: AtomicU64,
+    /// The largest window there is now. Written by who changes it.
+    max_ns: AtomicU32,
     stopped: OnceLock<String>,
 }
 
@@ -47,6 +49,10 @@ impl Shared {
         let [halts, lost, bytes] =
             [&self.halts, &self.lost, &self.bytes].map(|count| count.load(Ordering::Relaxed));
         (halts, lost, bytes)
+    }
+
+    pub(super) fn set_max_ns(&self, max_ns: u32) {
+        self.max_ns.store(max_ns, Ordering::Relaxed);
     }
 
     /// Why no more is written.
@@ -89,6 +95,11 @@ impl<W: Write> Writer<W> {
 
     pub(super) fn shared(&self) -> Arc<Shared> {
         Arc::clone(&self.shared)
+    }
+
+    /// The largest window there is now, in nanoseconds.
+    pub(super) fn max_ns(&self) -> u32 {
+        self.shared.max_ns.load(Ordering::Relaxed)
     }
 
     /// Does what it is asked to, until nobody can ask any more.

@@ -337,3 +337,15 @@ proptest! {
         prop_assert!(receivers.iter().all(|id| expected.contains(id)));
     }
 }
+
+#[test]
+fn a_vector_is_an_ipi_if_a_local_apic_was_the_last_to_send_it() {
+    let machine = Machine::xapic(2);
+    let bus = machine.chip.bus();
+    let message = fixed(Destination::Physical(1));
+    for (from, is_ipi) in [(None, false), (Some(0), true), (Some(1), true), (None, false)] {
+        bus.send(&message, from);
+        let seen = [0, 1].map(|id: usize| bus.lapics()[id].is_ipi(VECTOR));
+        assert_eq!(seen, [false, is_ipi], "{from:?}");
+    }
+}

@@ -92,6 +92,11 @@ impl Assembler {
         }
     }
 
+    /// The maximum window is another.
+    pub fn set_max_ns(&mut self, max_ns: u32) {
+        self.max_ns = max_ns;
+    }
+
     /// Takes an event, no earlier than those before it. Gives the halt that is now complete, and whose it is.
     pub fn take(&mut self, event: &Event) -> Option<(u32, Halt)> {
         let thread = self.vcpus.iter().position(|vcpu| vcpu.tid == event.tid);
@@ -303,6 +308,19 @@ mod tests {
         assert_eq!(seen, expected);
         assert_eq!(halts.iter().filter(|halt| !halt.1.poll_allowed).count(), 1);
         assert_eq!(halts[2].1.blocked_ns(), 10_000);
+    }
+
+    #[test]
+    fn a_maximum_that_is_raised_while_the_guest_runs_cuts_no_more() {
+        let mut assembler = Assembler::new(0, 0);
+        assembler.begin(1);
+        assembler.set_threads([VCPU0]);
+        assembler.set_max_ns(200_000);
+        let event = |time_ns, what| Event { time_ns, tid: VCPU0, pid: PID, what };
+        let window = What::Window { vcpu: 0, new_ns: 10_000, old_ns: 0 };
+        let halts = [window, slept(50_000), slept(3_000), slept(3_000)]
+            .map(|what| assembler.take(&event(1_000_000, what)).map(|(_, halt)| halt.window_ns));
+        assert_eq!(halts, [None, None, Some(0), Some(10_000)]);
     }
 
     #[test]

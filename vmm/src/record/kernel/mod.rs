@@ -176,6 +176,7 @@ impl Turn {
         }
         let tids = self.tids.iter().map(|tid| tid.load(Ordering::Relaxed));
         self.assembler.set_threads(tids);
+        self.assembler.set_max_ns(writer.max_ns());
         // An event of one CPU may come into its ring a little after a later one of another: what is as old as
         // the last reading is in order.
         let until_ns = if all { u64::MAX } else { self.before_ns };
