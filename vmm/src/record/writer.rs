@@ -233,7 +233,7 @@ mod tests {
         let shared = writer.shared();
         (0..5).for_each(|_| writer.serve(halts(0, 1, 4, &back)));
         assert_eq!(shared.counts(), (8, 17, limit));
-        assert!(shared.stopped().unwrap().contains("limit of 376 bytes"), "{shared:?}");
+        assert!(shared.stopped().unwrap().contains("limit of 368 bytes"), "{shared:?}");
         writer.tell_lost();
         let recording = Recording::read_from(&file[..]).unwrap();
         assert_eq!((recording.halts(), recording.lost), (8, 17));
