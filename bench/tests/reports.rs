@@ -152,6 +152,8 @@ fn the_terminals_table_lines_up() {
     assert!(text.contains("failed: row 8: repeat 4: the guest said nothing"));
     assert!(text.contains("no run succeeded"));
     assert!(text.contains("note: The guest had host polling switched off"));
+    assert!(text.contains("  module kvm:      halt_poll_ns=0\n"), "{text}");
+    assert!(text.contains("  guest's kernel:  cpuidle_haltpoll.force=1 "), "{text}");
 }
 
 /// Text that would end an element, an attribute, a script or a line.

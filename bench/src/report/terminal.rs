@@ -69,8 +69,14 @@ pub fn render(results: &Results) -> String {
     for advice in &results.advice {
         let text = format!("{}, {}: {}", advice.workload, advice.goal, advice.why);
         wrapped("advice: ", &text, &mut out);
-        if !advice.pollux.is_empty() {
-            wrapped("        ", &super::shell(&advice.pollux), &mut out);
+        for (whose, words) in [
+            ("  pollux run:      ", super::shell(&advice.pollux)),
+            ("  module kvm:      ", advice.kvm_module.join(" ")),
+            ("  guest's kernel:  ", advice.guest_cmdline.join(" ")),
+        ] {
+            if !words.is_empty() {
+                wrapped(whose, &words, &mut out);
+            }
         }
     }
     out.iter().flat_map(|line| [line.trim_end(), "\n"]).collect()
