@@ -100,6 +100,22 @@ fn status_says_what_runs() {
     assert!(later["uptime_ns"].as_u64() > status["uptime_ns"].as_u64(), "{later:#}");
 }
 
+/// What a guest that does read makes of it: `stock::bench`.
+#[test]
+fn lines_for_a_guest_that_does_not_read_them_are_bounded() {
+    let dir = scratch();
+    let _guest = start(guest(&dir, &busy()));
+    let line = format!("send {}", "x".repeat(3000));
+    let first = control(&dir).ctl(&line).done();
+    assert_eq!(first["sent_bytes"], 3001);
+    let refused = (0..22).map(|_| control(&dir).ctl(&line)).find(|answer| answer.status != Some(0));
+    let error = refused.expect("64 KiB wait at most").refused(1);
+    assert!(error.contains("has not read what was sent before"), "{error}");
+    let mut client = control(&dir).connect();
+    let reply = client.ask(r#"{"command":"send","line":"two\nlines"}"#);
+    assert_eq!(reply["error"], "send: more than one line");
+}
+
 #[test]
 fn stats_are_the_document_of_stats_so_far_even_without_that_option() {
     for mode in ["kernel", "user", "passthrough"] {
