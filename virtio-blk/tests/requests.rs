@@ -375,7 +375,12 @@ fn discard_and_write_zeroes_check_everything_before_they_do_anything() {
         ("17 segments", DISCARD, good.repeat(17), IOERR),
         ("the second one is bad", WRITE_ZEROES, [good.clone(), segment(64, 1, 0)].concat(), IOERR),
         ("and of a bad flag", DISCARD, [segment(99, 1, 0), segment(0, 1, 4)].concat(), UNSUPP),
-        ("a bad flag before half", DISCARD, [segment(0, 8, 1), good[..8].to_vec()].concat(), UNSUPP),
+        (
+            "a bad flag before half",
+            DISCARD,
+            [segment(0, 8, 1), good[..8].to_vec()].concat(),
+            UNSUPP,
+        ),
         ("17, the first of a bad flag", DISCARD, segment(0, 8, 2).repeat(17), UNSUPP),
         ("17, the 16th of one", WRITE_ZEROES, flag_in(15), UNSUPP),
         ("17, the last of one, which is one too many", WRITE_ZEROES, flag_in(16), IOERR),
