@@ -59,3 +59,18 @@ fn apic() {
 fn loader() {
     replay("loader");
 }
+
+#[test]
+fn disk() {
+    replay("disk");
+}
+
+#[test]
+fn control() {
+    replay("control");
+}
+
+#[test]
+fn exits() {
+    replay("exits");
+}

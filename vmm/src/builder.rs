@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use devices::GuestMemory;
-use devices::bus::{BusDevice, MmioBus, PioBus};
+use devices::bus::{BusDevice, MmioBus, PioBus, SharedDevice};
 use devices::irqchip::{IOAPIC_ADDRESS, IOAPIC_BYTES};
 use devices::pci::bus::{ConfigPorts, Ecam, PciRoot};
 use devices::power::{self, AcpiPower, I8042, PowerSink, PvPanic};
@@ -124,12 +124,11 @@ pub fn build(
     let results = make_results(config, &interrupts, &sources, &guest, reopened)?;
     let pci = make_pci(disks, &vm, &interrupts, window)?;
     let pio = make_pio(&pci, &lifecycle, Arc::clone(&console), results.clone())?;
-    let mut mmio = MmioBus::new(Arc::clone(&pci));
-    mmio.insert(layout::ECAM_START, layout::ECAM_BYTES, shared(Ecam(pci)))
-        .map_err(machine_error)?;
-    if let Interrupts::User(chip) = &interrupts {
-        mmio.insert(IOAPIC_ADDRESS, IOAPIC_BYTES, chip.ioapic()).map_err(machine_error)?;
-    }
+    let ioapic = match &interrupts {
+        Interrupts::User(chip) => Some(chip.ioapic()),
+        Interrupts::Kernel(_) => None,
+    };
+    let mmio = make_mmio(pci, ioapic)?;
 
     let stop = AtomicBool::new(false);
     let machine = Arc::new(Machine { pio, mmio, memory: vm.memory, lifecycle, stop });
@@ -280,8 +279,25 @@ fn make_pci(
     Ok(Arc::new(pci))
 }
 
+/// All of memory that is not RAM: ECAM, the I/O APIC if that is Pollux's own, and the BARs of `pci`.
+///
+/// # Errors
+/// Two of them are in one place.
+pub fn make_mmio(pci: Arc<PciRoot>, ioapic: Option<SharedDevice>) -> Result<MmioBus, VmError> {
+    let mut mmio = MmioBus::new(Arc::clone(&pci));
+    mmio.insert(layout::ECAM_START, layout::ECAM_BYTES, shared(Ecam(pci)))
+        .map_err(machine_error)?;
+    if let Some(ioapic) = ioapic {
+        mmio.insert(IOAPIC_ADDRESS, IOAPIC_BYTES, ioapic).map_err(machine_error)?;
+    }
+    Ok(mmio)
+}
+
 /// All I/O ports.
-fn make_pio(
+///
+/// # Errors
+/// Two devices have the same.
+pub fn make_pio(
     pci: &Arc<PciRoot>,
     lifecycle: &Arc<Lifecycle>,
     console: Arc<Mutex<SerialPort>>,

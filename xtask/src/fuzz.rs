@@ -16,7 +16,7 @@ const HOST: &str = "x86_64-unknown-linux-gnu";
 /// Run a fuzz target, guided by coverage.
 #[derive(clap::Args)]
 pub struct Args {
-    /// rings, pci-config, common-config, apic or loader.
+    /// rings, pci-config, common-config, apic, loader, disk, control or exits.
     target: String,
     /// How long, in seconds.
     #[arg(long, default_value_t = 60)]

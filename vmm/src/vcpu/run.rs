@@ -57,6 +57,23 @@ pub struct Machine {
     pub stop: AtomicBool,
 }
 
+impl Machine {
+    /// Reads that one exit stands for: as many of `item_bytes` from `port` as fill `data` (a string
+    /// instruction gives several).
+    pub fn read_port(&self, port: u16, item_bytes: u8, data: &mut [u8]) {
+        for item in data.chunks_mut(usize::from(item_bytes).max(1)) {
+            self.pio.read(port, item);
+        }
+    }
+
+    /// Writes of all of `data`, `item_bytes` at a time, to `port`.
+    pub fn write_port(&self, port: u16, item_bytes: u8, data: &[u8]) {
+        for item in data.chunks(usize::from(item_bytes).max(1)) {
+            self.pio.write(port, item);
+        }
+    }
+}
+
 /// A vCPU, set up and not yet running.
 pub struct Vcpu {
     /// Its number, from 0.
@@ -142,17 +159,13 @@ impl Vcpu {
                     counters.io_in.add(1);
                     // SAFETY: KVM filled the io member: this is KVM_EXIT_IO.
                     let size = unsafe { (*run).__bindgen_anon_1.io.size };
-                    for item in data.chunks_mut(usize::from(size).max(1)) {
-                        machine.pio.read(port, item);
-                    }
+                    machine.read_port(port, size, data);
                 }
                 Ok(VcpuExit::IoOut(port, data)) => {
                     counters.io_out.add(1);
                     // SAFETY: as above.
                     let size = unsafe { (*run).__bindgen_anon_1.io.size };
-                    for item in data.chunks(usize::from(size).max(1)) {
-                        machine.pio.write(port, item);
-                    }
+                    machine.write_port(port, size, data);
                 }
                 Ok(VcpuExit::MmioRead(address, data)) => {
                     counters.mmio_read.add(1);
