@@ -189,6 +189,7 @@ impl World {
             config: &mut config,
             sources,
             guest: &guest,
+            recorder: None,
             results: Some(&results),
             lifecycle: &lifecycle,
             polling: &self.polling,
