@@ -175,7 +175,7 @@ fn decode(text: &str) -> Vec<u8> {
 const CHECK: &str = r#"(() => {
   const wrong = [];
   const plots = [...document.querySelectorAll("figure svg")];
-  if (plots.length !== 8) wrong.push(`${plots.length} plots`);
+  if (plots.length !== 10) wrong.push(`${plots.length} plots`);
   for (const plot of plots) {
     const name = plot.getAttribute("aria-label");
     const box = plot.getBoundingClientRect();

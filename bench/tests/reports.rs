@@ -74,7 +74,7 @@ fn count(text: &str, what: &str) -> usize {
 fn the_page_has_every_part() {
     let results = example();
     let (html, _, _) = reports(&results);
-    assert_eq!(count(&html, "<svg"), 8);
+    assert_eq!(count(&html, "<svg"), 10);
     assert_eq!(count(&html, "<section class=\"workload\""), 2);
     // A line a setting that has runs, in the plots of latency.
     assert_eq!(count(&html, "<path class=\"line "), 13 + 7 + 4 + 2);
@@ -251,7 +251,7 @@ fn one_run_of_one_setting_is_a_report() {
     let alone = |value: &f64| Interval { median: *value, low: *value, high: *value };
     let summary = run.figures.iter().map(|(name, value)| (name.clone(), alone(value))).collect();
     let (html, _, terminal) = reports(&one_row(vec![run], summary));
-    assert_eq!(count(&html, "<svg"), 3);
+    assert_eq!(count(&html, "<svg"), 4);
     assert!(terminal.contains("11"), "{terminal}");
 }
 
@@ -298,5 +298,5 @@ fn many_settings_and_long_names_fit() {
     };
     results.rows = (0..120).map(named).collect();
     let (html, _, _) = reports(&results);
-    assert_eq!(count(&html, "<svg"), 3);
+    assert_eq!(count(&html, "<svg"), 4);
 }

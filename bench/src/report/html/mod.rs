@@ -11,7 +11,7 @@ use serde_json::Value as Json;
 
 use super::{POLLUX, axis_title, causes, figure, groups, noise_in_words, percent, shell};
 use crate::results::{Advice, FIGURES, Interval, Results};
-use view::{Colours, Series, View};
+use view::{Colours, Gain, Series, View};
 
 mod plots;
 mod scale;
@@ -221,11 +221,14 @@ fn workload(index: usize, view: &View) -> Markup {
                     (plot("Latency", html! {
                         "Further left is faster. The scale of shares gives both ends room: the top is the tail, up to p99.9."
                     }, plots::latency(view), "No run recorded how its latencies are spread."))
-                    (plot("What speed costs", html! {
-                        "Up and left is better. The line joins what no setting beats; hollow marks are dominated: another "
+                    (plot("What low latency costs", html! {
+                        "Down and left is better. The line joins what no setting beats; hollow marks are dominated: another "
                         "setting is nowhere worse and somewhere better. Bars: confidence."
                         @if group.rows.iter().any(|row| row.monitor != POLLUX) { " Diamonds: other monitors." }
-                    }, plots::frontier(view), "No row has both requests a second and CPU time."))
+                    }, plots::frontier(view, Gain::Latency), "No row has both latency and CPU time."))
+                    (plot("What speed costs", html! {
+                        "Up and left is better."
+                    }, plots::frontier(view, Gain::Iops), "No row has both requests a second and CPU time."))
                     (plot("What a request causes", html! {
                         "Exits of the vCPU by kind, and the signals between driver and device."
                     }, plots::exits(view), "No row counted exits, interrupts or kicks."))

@@ -5,7 +5,7 @@ use maud::{Markup, html};
 
 use super::super::{figure, number};
 use super::scale::{Kind, Scale, spread};
-use super::view::{Series, View};
+use super::view::{self, Gain, Series, View};
 
 /// All plots are so wide, in units of SVG; the page scales them.
 const WIDTH: f64 = 460.0;
@@ -202,56 +202,57 @@ pub fn latency(view: &View) -> Option<Markup> {
     ))
 }
 
-/// Requests a second against what one costs the host. None if no row has both.
-pub fn frontier(view: &View) -> Option<Markup> {
+/// Latency or requests a second against what a request costs the host. None if no row has both.
+pub fn frontier(view: &View, gain: Gain) -> Option<Markup> {
     let (left, right, top, bottom) = (52.0, 448.0, 26.0, 322.0);
     let points: Vec<_> = by_strength(view)
         .into_iter()
         .filter_map(|series| {
-            Some((series, figure(series.row, view.cost)?, figure(series.row, "iops")?))
+            Some((series, figure(series.row, view.cost)?, figure(series.row, gain.figure())?))
         })
         .collect();
     if points.is_empty() {
         return None;
     }
     let costs = || points.iter().flat_map(|(_, cost, _)| [cost.low, cost.high]);
-    let iops = || points.iter().flat_map(|(_, _, iops)| [iops.low, iops.high]);
+    let gains = || points.iter().flat_map(|(_, _, gain)| [gain.low, gain.high]);
     // Costs that are many times each other are seen on a logarithmic axis only.
     let (least, most) = costs().fold((f64::MAX, 0.0f64), |(a, b), v| (a.min(v), b.max(v)));
     let kind = if least > 0.0 && most / least > 12.0 { Kind::Log } else { Kind::Linear };
     let x = Scale::over(kind, costs(), left, right).padded(0.07);
-    let y = Scale::over(Kind::Linear, iops(), bottom, top).padded(0.08);
+    let y = Scale::over(Kind::Linear, gains(), bottom, top).padded(0.08);
     let at = |index: &usize| {
         let row = view.series[*index].row;
-        Some((x.at(figure(row, view.cost)?.median), y.at(figure(row, "iops")?.median)))
+        Some((x.at(figure(row, view.cost)?.median), y.at(figure(row, gain.figure())?.median)))
     };
-    let frontier: Vec<(f64, f64)> = view.frontier.iter().filter_map(at).collect();
+    let frontier = view::frontier(view.group, view.cost, gain);
+    let frontier: Vec<(f64, f64)> = frontier.iter().filter_map(at).collect();
     let centres: Vec<(usize, f64, f64)> = points
         .iter()
-        .map(|(series, cost, iops)| (series.number, x.at(cost.median), y.at(iops.median)))
+        .map(|(series, cost, gained)| (series.number, x.at(cost.median), y.at(gained.median)))
         .collect();
     let places = label_places(&centres, (left, right, top, bottom));
     let ticks = y.ticks(6).into_iter().map(|tick| (tick, tick_text(tick)));
     let whose = if view.cost.starts_with("host") { "host CPU" } else { "vCPU threads' CPU" };
     Some(svg(
         372.0,
-        &format!("{}: requests a second against {whose} time a request", view.group.workload),
+        &format!("{}: {} against {whose} time a request", view.group.workload, gain.title()),
         &html! {
             (x_axis(&x, 6, top, bottom, &format!("{whose} time a request, us")))
-            (y_axis(&y, ticks, (left, right), "requests a second"))
+            (y_axis(&y, ticks, (left, right), gain.title()))
             path.frontier d=(path(frontier)) {}
-            @for (((series, cost, iops), (_, cx, cy)), place) in points.iter().zip(&centres).zip(&places) {
+            @for (((series, cost, gained), (_, cx, cy)), place) in points.iter().zip(&centres).zip(&places) {
                 @let hollow = if series.row.dominated_by.is_some() { " hollow" } else { "" };
                 g class={ "point " (series.class) (hollow) } data-k=(series.number) {
                     title {
-                        (series.number) ": " (series.label) ", " (number(iops.median)) " requests a second ("
-                        (number(iops.low)) " to " (number(iops.high)) "), " (number(cost.median)) " us ("
+                        (series.number) ": " (series.label) ", " (gain.title()) " " (number(gained.median)) " ("
+                        (number(gained.low)) " to " (number(gained.high)) "), CPU time " (number(cost.median)) " us ("
                         (number(cost.low)) " to " (number(cost.high)) ")"
                         @if series.row.dominated_by.is_some() { ", dominated" }
                     }
                     path.whisker d={
                         (path([(x.at(cost.low), *cy), (x.at(cost.high), *cy)]))
-                        (path([(*cx, y.at(iops.low)), (*cx, y.at(iops.high))]))
+                        (path([(*cx, y.at(gained.low)), (*cx, y.at(gained.high))]))
                     } {}
                     @if series.peer {
                         path.mark d={ (path([(*cx - 6.5, *cy), (*cx, *cy - 6.5), (*cx + 6.5, *cy), (*cx, *cy + 6.5)])) "Z" } {}

@@ -16,8 +16,41 @@ pub struct View<'a> {
     pub series: Vec<Series<'a>>,
     /// The name of the figure of CPU time that a request costs.
     pub cost: &'static str,
-    /// The numbers (from 0) of the rows on the frontier, by rising cost.
-    pub frontier: Vec<usize>,
+}
+
+/// What CPU time buys, as the plots of it have it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Gain {
+    /// Mean latency, by which a setting is dominated or not.
+    Latency,
+    /// Requests a second, which depend on how many are in flight at a time.
+    Iops,
+}
+
+impl Gain {
+    /// The name of its figure.
+    pub fn figure(self) -> &'static str {
+        match self {
+            Gain::Latency => "lat_mean_us",
+            Gain::Iops => "iops",
+        }
+    }
+
+    /// It in words.
+    pub fn title(self) -> &'static str {
+        match self {
+            Gain::Latency => "mean latency, us",
+            Gain::Iops => "requests a second",
+        }
+    }
+
+    /// Whether this value is better than that.
+    fn better(self, this: f64, that: f64) -> bool {
+        match self {
+            Gain::Latency => this < that,
+            Gain::Iops => this > that,
+        }
+    }
 }
 
 /// A row as it is drawn.
@@ -47,7 +80,7 @@ impl<'a> View<'a> {
             .into_iter()
             .find(|name| has(name))
             .unwrap_or("host_us_per_request");
-        let frontier = frontier(group, cost);
+        let frontier = frontier(group, cost, Gain::Latency);
         let advised =
             |row: &Row| group.advice.iter().any(|advice| advice.row.as_ref() == Some(&row.id));
         let useful = |row: &Row| row.dominated_by.is_none() && figure(row, cost).is_some();
@@ -65,7 +98,7 @@ impl<'a> View<'a> {
             };
             Series { row, number: index + 1, label, class, strong, peer: row.monitor != POLLUX }
         });
-        View { group, series: series.collect(), cost, frontier }
+        View { group, series: series.collect(), cost }
     }
 
     /// A row's series by its id.
@@ -91,23 +124,29 @@ impl Colours {
     }
 }
 
-/// The rows than which none has both more requests a second and less cost, by rising cost; not those
+/// The rows than which none has both more gain and less cost, by rising cost, as their numbers from 0; not those
 /// that are dominated as far as the noise lets us know.
-fn frontier(group: &Group<'_>, cost: &str) -> Vec<usize> {
+pub fn frontier(group: &Group<'_>, cost: &str, gain: Gain) -> Vec<usize> {
     let mut points: Vec<(usize, f64, f64)> = group
         .rows
         .iter()
         .enumerate()
         .filter(|(_, row)| row.dominated_by.is_none())
         .filter_map(|(index, row)| {
-            Some((index, figure(row, cost)?.median, figure(row, "iops")?.median))
+            Some((index, figure(row, cost)?.median, figure(row, gain.figure())?.median))
         })
         .collect();
-    points.sort_by(|a, b| a.1.total_cmp(&b.1).then(b.2.total_cmp(&a.2)));
-    let mut best = f64::NEG_INFINITY;
-    points.retain(|(_, _, iops)| {
-        let better = *iops > best;
-        best = best.max(*iops);
+    // Of equal costs the best first.
+    points.sort_by(|a, b| {
+        let gains = a.2.total_cmp(&b.2);
+        a.1.total_cmp(&b.1).then(if gain == Gain::Latency { gains } else { gains.reverse() })
+    });
+    let mut best = None;
+    points.retain(|(_, _, value)| {
+        let better = best.is_none_or(|best| gain.better(*value, best));
+        if better {
+            best = Some(*value);
+        }
         better
     });
     points.into_iter().map(|(index, ..)| index).collect()
